@@ -1075,9 +1075,9 @@ class KVCache:
         return self.pool.num_free - before
 
     def evict_pages(self, pages: Any) -> Int64:
-        """Free certain pages, with entries that cannot be found without them and their copies in
-        tiers: to give the pages back, or because their rows turned out wrong. Looks at all cached
-        content.
+        """Free certain pages, with entries that cannot be found without them: to give the pages
+        back, or because their rows turned out wrong. Tiers, which may have copies of them, forget
+        everything. Looks at all cached content.
 
         Args:
             pages: [n] ints in 1..num_pages - 1, in any order; repeats and free pages allowed.
@@ -1093,7 +1093,7 @@ class KVCache:
         is_wanted = np.zeros(self.pool.num_pages, dtype=np.bool_)
         is_wanted[ids] = True
         if self.tiers is not None:
-            self.tiers.forget_copies(is_wanted)
+            self.tiers.clear()
         evict_pages(self.index, is_wanted)
         is_wanted[self.pool.free_pages()] = False
         needed: Int64 = is_wanted.nonzero()[0]

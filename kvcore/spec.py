@@ -216,14 +216,6 @@ class Layout:
         ]
         return min(reach, default=1 << 62) // self.alignment
 
-    @property
-    def tail_segments(self) -> int:
-        """Segments before a boundary with rows in its resume point; 1 << 62 for a state."""
-        tails = [c for c in self.classes if c.tail]
-        if any(c.spec.kind == "state" for c in tails):
-            return 1 << 62
-        return max((-(-c.tail // c.per_segment) for c in tails), default=0)
-
     def tail_between(
         self, depth: int, first: int, before: Int32 | None, last: int, after: Int32
     ) -> Int32:

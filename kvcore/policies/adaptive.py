@@ -201,8 +201,6 @@ class Adaptive:
     def _record(self, entry: Entry) -> Record:
         key, returns = entry.key, self._returns
         record = returns.records.get(key)
-        if (record is None or not record.kind) and key not in returns.left:
-            self._look_before(entry)
         if record is None:
             # Eviction took only the end of a chain: the rest keeps its record.
             was = self._popped is not None and self._popped[0] is entry
@@ -210,13 +208,3 @@ class Adaptive:
             returns.remember(key, record)
         returns.renew(record, entry, is_used=not self._is_behind)
         return record
-
-    def _look_before(self, entry: Entry) -> None:
-        """File the entries of the chain before `entry` first: they show if it ends an answer."""
-        waiting, node, returns = list[Entry](), entry.shorter, self._returns
-        while node is not None and node in self._new and node.key not in returns.records:
-            waiting.append(node)
-            node = None if node.key in returns.left else node.shorter
-        for node in reversed(waiting):
-            del self._new[node]
-            self._file(node, self._record(node))

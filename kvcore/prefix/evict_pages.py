@@ -1,12 +1,12 @@
-"""Find and evict the entries that hold certain pages, and their copies in a host."""
+"""Evict the entries that hold certain pages."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import NO_VALUES, Flags, Int32
+from ..arrays import Flags
 from .index import PrefixIndex
-from .tree import ResumePoint, Run, path_to, split
+from .tree import ResumePoint, Run, split
 
 
 def evict_pages(index: PrefixIndex, is_wanted: Flags) -> None:
@@ -58,36 +58,3 @@ def _is_hit(entry: Run | ResumePoint, ends: dict[Run, int], is_wanted: Flags) ->
         run = entry.run
     assert isinstance(run, Run)
     return entry.depth > ends.get(run, entry.depth)
-
-
-def copies_of(is_wrong: Flags, device: PrefixIndex, host: PrefixIndex, tail_segments: int) -> Int32:
-    """Host pages that may hold copies of the device pages `is_wrong` [num_pages], or depend on
-    them. The host may hold a window block in other resume points than the device. So its chain is
-    cut before the first segment that the block may belong to: `tail_segments` before a boundary.
-    """
-    pages: list[Int32] = [NO_VALUES]
-    for run in device.runs():
-        wrong = np.flatnonzero(is_wrong[run.look()].any(axis=1))
-        cuts = [run.start + int(i) for i in wrong[:1]]
-        cuts += [
-            max(0, depth - tail_segments)
-            for depth, point in run.points.items()
-            if is_wrong[point.pages].any()
-        ]
-        if cuts:
-            keys = b"".join([node.keys for node in path_to(run)])
-            pages += _pages_after(host, keys, min(cuts))
-    return np.concatenate(pages)
-
-
-def _pages_after(index: PrefixIndex, keys: bytes, cut: int) -> list[Int32]:
-    """Pages of segment `cut` of a chain and of everything below it."""
-    run, depth = index.find(keys, cut + 1)
-    if depth <= cut:
-        return []
-    pages, runs = list[Int32](), [run]
-    for node in runs:  # grows while iterating
-        pages.append(node.pages[max(0, cut - node.start) :].ravel())
-        pages += [node.points[boundary].pages for boundary in node.depths if boundary > cut]
-        runs.extend(node.children.values())
-    return pages

@@ -10,14 +10,14 @@ from typing import Any, Literal
 import numpy as np
 
 from ..arguments import as_int, as_number, as_unused, refusal, take_ownership
-from ..arrays import Flags, Int32
+from ..arrays import Int32
 from ..cache import KVCache
 from ..event_writer import EventWriter
 from ..events import Event, split_keys
 from ..pages import PagePool
 from ..policies.adaptive import Adaptive
 from ..policies.base import LRU, Entry, EvictionPolicy, is_policy
-from ..prefix.evict_pages import copies_of, evict_pages
+from ..prefix.evict_pages import evict_pages
 from ..prefix.extra_keys import ExtraKeys
 from ..prefix.index import PrefixIndex
 from ..prefix.keys import KEY_BYTES, Prompt
@@ -306,14 +306,9 @@ class Tiers:
     # Called by the cache.
 
     def clear(self) -> None:
-        """Forget all entries, and those of open jobs; for `KVCache.clear` and `KVCache.reset`."""
+        """Forget all entries, and those of open jobs; for `KVCache.clear`, `reset`, `evict_pages`."""
         self._void_jobs()
         self.index.clear(tell_each=True)
-
-    def forget_copies(self, is_wrong: Flags) -> None:
-        """Forget copies of the device pages `is_wrong` [num_pages]; for `KVCache.evict_pages`."""
-        self._void_jobs()
-        self._drop(copies_of(is_wrong, self._device, self.index, self._kv.layout.tail_segments))
 
     def _void_jobs(self) -> None:
         for job in self.jobs:
