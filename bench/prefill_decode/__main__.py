@@ -7,7 +7,6 @@ right, then says how fast it was.
     python -m bench.prefill_decode --trace conversation.jsonl.xz --limit 40 --scale 0.05
     python -m bench.prefill_decode --model gemma4-tiny --retention 64 --no-baseline --scale 0.2
     python -m bench.prefill_decode --kv-cache-dtype fp8 --limit 4
-    python -m bench.prefill_decode --compare torch --limit 4
     python -m bench.prefill_decode --model deepseek-v4-tiny --limit 2 --scale 0.25 --speculate mtp
     python -m bench.prefill_decode --num-pages 400 --host-cache 0.25 --no-baseline
     python -m bench.prefill_decode --limit 4 --no-baseline --tensor-parallel-size 2
@@ -23,7 +22,6 @@ request whose output differs is checked in both runs. Engines are warmed up befo
 
 These run the prompts once more, and print both runs side by side or how they differ:
 
-    --compare               with the other implementation, whose output is checked as well
     --host-cache            without the host memory that keeps what leaves the pool
     --speculate             without a drafter: "ngram" repeats earlier text, "mtp" is the model's
                             own drafter layer (random weights: `bench.prefill_decode.build`)
@@ -80,7 +78,7 @@ from .build import BenchModel, build_model
 from .drive import Key, WorkloadRun, run_workload
 from .plot import save_plot
 from .ranks import run_on_ranks
-from .report import SCHEMA, comparison, metrics, speculation, split, tiers
+from .report import SCHEMA, comparison, metrics, speculation, tiers
 from .text import header, split_table, table
 from .verify import Check, check_outputs, sample
 
@@ -134,8 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(args: argparse.Namespace, built: BenchModel, workload: Workload) -> dict[str, Any]:
     """WorkloadRun, check and measure; returns the dictionary of `bench.prefill_decode.report`.
 
-    --json is written whenever a run has been checked. With --split N all numbers but the split of
-    CPU time are those of the first run.
+    --json is written whenever a run has been checked.
 
     Raises:
         WrongOutput, and the errors of the engine.
@@ -151,10 +148,6 @@ def measure(args: argparse.Namespace, built: BenchModel, workload: Workload) -> 
     # One size for all engines: what is free is not quite the same for each.
     settings = replace(settings, num_pages=warmed.num_pages)
     without = replace(settings, host_cache_gib=None)
-    others = replace(settings, impl=args.compare)
-    if args.compare:
-        _run(built, warm, others, f"warm-up, {args.compare}", drafter=drafter())
-
     cached = _run(built, workload, settings, "caching on", drafter=drafter())
     prompts, sampled = cached.prompts, sample(cached.outputs, args.check)
     check = _check(built, cached, sampled, dtype)
@@ -214,7 +207,7 @@ def measure(args: argparse.Namespace, built: BenchModel, workload: Workload) -> 
         },
         "rates": asdict(rates),
         "cached": numbers(cached),
-        **dict.fromkeys(("uncached", "comparison", "speculation", "tiers", "ranks", "other_impl")),
+        **dict.fromkeys(("uncached", "comparison", "speculation", "tiers", "ranks")),
     }
     if args.host_cache is not None:
         other = again(without, "without tiers", None)
@@ -229,11 +222,6 @@ def measure(args: argparse.Namespace, built: BenchModel, workload: Workload) -> 
         other = again(settings, "no drafts", None)
         check_differing(other)
         result["speculation"] = speculation(args.speculate, drafts, cached, other)
-    if args.compare:
-        other = again(others, args.compare, drafter())
-        _check(built, other, sampled, dtype)
-        compared = {"run": numbers(other), "comparison": comparison(other, cached)}
-        result["other_impl"] = {"impl": args.compare, **compared}
     if args.tensor_parallel_size:
         write_json(args.json, result, final=False, indent=2)
         parallel = replace(settings, tensor_parallel_size=args.tensor_parallel_size)
@@ -241,8 +229,6 @@ def measure(args: argparse.Namespace, built: BenchModel, workload: Workload) -> 
         _check(built, other, sampled, dtype)
         compared = {"run": numbers(other), "comparison": comparison(other, cached)}
         result["ranks"] = {**found, **compared}
-    runs = [again(settings, "again", drafter()) for _ in range((args.split or 1) - 1)]
-    result["cached"]["split"] = split([run.steps for run in (cached, *runs)])
     return result
 
 
@@ -281,8 +267,8 @@ def _expect_together(args: argparse.Namespace) -> None:
     has_host, has_ranks = args.host_cache is not None, args.tensor_parallel_size is not None
     if args.draft_tokens is not None and not args.speculate:
         raise ValueError("draft_tokens: expected --speculate with it, got none")
-    if has_host and (args.compare or args.speculate or (args.split or 1) > 1):
-        raise ValueError("host_cache: expected no --compare, --speculate or --split with it")
+    if has_host and args.speculate:
+        raise ValueError("host_cache: expected no --speculate with it")
     if has_ranks and (has_host or args.speculate):
         raise ValueError("tensor_parallel_size: expected no --host-cache or --speculate with it")
 
@@ -335,7 +321,6 @@ def _parser() -> Parser:
     )
     add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help=pages)
     add("--impl", choices=IMPLS, help="kernels; default: triton on a GPU, else torch")
-    add("--compare", choices=IMPLS, help="other kernels to run once more with; default: none")
     kept = "boundaries that stay resumable: auto (default), latest, dense, or a number of tokens"
     add("--retention", type=_retention, default="auto", metavar="R", help=kept)
     # One: small products gain little from more, and waiting for a busy core costs much.
@@ -352,9 +337,7 @@ def _parser() -> Parser:
     add("--draft-tokens", type=drafts, metavar="K", help="drafts a step; default: 1")
     add("--check", type=count, default=8, metavar="N", help="requests to check; default: 8")
     add("--no-baseline", action="store_true", help="skip the run with caching off")
-    runs = integer(most=1000)
-    parts = "print the CPU time of each part of a step: medians of N runs; default: 3"
-    add("--split", type=runs, nargs="?", const=3, metavar="N", help=parts)
+    add("--split", action="store_true", help="print the CPU time of each part of a step")
     add("--json", type=output_file, metavar="FILE", help="write all numbers, after each run")
     add("--plot", type=output_file, metavar="FILE", help="write a picture (extra: plot)")
     seed = integer(0, 2**63 - 1)

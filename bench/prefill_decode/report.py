@@ -18,7 +18,7 @@
       allocator          us_per_step, share_of_step, hashing_us_per_request
       idle_us_per_step   device with nothing to do between two steps, by CUDA events;
                          on a CPU, which is host and device, by its clock
-      split              CPU time of the engine's thread, of each step the median of --split runs:
+      split              CPU time of the engine's thread:
                          outside_model {worst, p95, overall}, the share of a step that is not the
                          model's arithmetic (forward passes, sampling, waiting for them); cpu_s;
                          parts {schedule, allocator, draft, tensors, model, sample, wait, deliver}:
@@ -36,8 +36,7 @@
                          comparison, of cached against it; or null
     ranks                with --tensor-parallel-size: size; memory of a rank, in words; capacity,
                          tokens of a rank's pool by those of one that has all of the model, in as
-                         many bytes; run and comparison as of other_impl; or null
-    other_impl           with --compare: impl; run, of the same prompts with caching on, as cached;
+                         many bytes; run, of the same prompts with caching on, as cached;
                          comparison, of it against cached; or null
 
 A number that does not exist (no step of a kind, no second token) is null.
@@ -57,7 +56,7 @@ from quire.models.families.decoder import Decoder
 from ..common.floors import Rates, decode_bytes, prefill_flops
 from .drive import WorkloadRun
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 def metrics(
@@ -101,26 +100,14 @@ def metrics(
             "hashing_us_per_request": 1e6 * run.hashing / len(outputs),
         },
         "idle_us_per_step": 1e6 * sum(step.idle for step in run.steps) / num_steps,
-        "split": split([run.steps]),
+        "split": split(run.steps),
         "groups": _groups(run),
     }
 
 
-def split(runs: Sequence[list[StepReport]]) -> dict[str, Any]:
-    """CPU time of the engine's thread by part; see the file's docstring.
-
-    Args:
-        runs: steps of one run, or of several with the same steps. Of each step the median counts:
-            what a machine does besides hits a step in one run and not in the next.
-
-    Raises:
-        ValueError for runs of different steps.
-    """
-    steps = runs[0]
-    shapes = [[(step.q_lens.tolist(), step.seq_lens.tolist()) for step in run] for run in runs]
-    if any(shape != shapes[0] for shape in shapes):
-        raise ValueError("runs: expected the same steps in all of them, got different ones")
-    cpu = np.median([[step.cpu for step in run] for run in runs], axis=0)  # [steps, parts]
+def split(steps: Sequence[StepReport]) -> dict[str, Any]:
+    """CPU time of the engine's thread by part; see the file's docstring."""
+    cpu = np.array([step.cpu for step in steps])  # [steps, parts]
     outside, seconds = outside_model(cpu), cpu.sum(axis=0)
     is_decode = np.array([step.num_prefills == 0 for step in steps])
     decode, prefill = (

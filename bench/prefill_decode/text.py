@@ -44,12 +44,9 @@ def table(result: dict[str, Any]) -> str:
         runs = {"with host memory": result["cached"], "without": result["tiers"]["without"]}
     if result["uncached"] is not None:
         runs["caching off"] = result["uncached"]
-    if (other := result["other_impl"]) is not None:
-        runs = {f"{name}, {result['engine']['impl']}": run for name, run in runs.items()}
-        runs[f"caching on, {other['impl']}"] = other["run"]
     rows = [_cells(run) for run in runs.values()]
     numbers = [("", *runs), *((name, *(row[name] for row in rows)) for name in rows[0])]
-    times = (f"TTFT p50 ms, {name}" for name in runs)
+    times = (f"TTFT p50, ms, {name}" for name in runs)
     groups = [(result["workload"]["group_name"], "requests", "hit rate", *times)]
     for several in zip(*(run["groups"] for run in runs.values()), strict=True):
         one, ttft = several[0], (_number(group["ttft_p50_ms"]) for group in several)
@@ -141,15 +138,6 @@ def _sentences(result: dict[str, Any]) -> Iterator[str]:
             "of one rank's"
         )
         yield f"{name} against one: {faster(ranks['comparison'])}"
-    if (other := result["other_impl"]) is not None:
-        ours, theirs = result["cached"], other["run"]
-        phases = ", ".join(
-            f"{phase} steps {ours[phase]['seconds'] / theirs[phase]['seconds']:.2f} x"
-            for phase in ("prefill", "decode")
-            if theirs[phase]["seconds"]
-        )
-        pair = f"{other['impl']} against {result['engine']['impl']}"
-        yield f"{pair}: {faster(other['comparison'], f' ({phases})')}"
     if (drafted := result["speculation"]) is not None:
         yield (
             f"drafts ({drafted['kind']}, {drafted['draft_tokens']} a step): {drafted['accepted']} "
