@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..common.floors import visible_pairs
+from ..common.rows import Rows
 
 CHUNK = 8192
 MIXED_CHUNK = 2048
@@ -75,18 +75,15 @@ class AttentionShape:
         """Bytes of a new token's queries and results in bf16."""
         return 2 * self.num_heads * 2 * self.head_dim
 
+    @property
+    def seen(self) -> list[Rows]:
+        """Keys and values, scales included."""
+        num_bytes = 2 * self.num_kv_heads * (self.head_dim + 4 if self.fp8 else 2 * self.head_dim)
+        return [Rows(self.sliding_window, 1, num_bytes, 2 * self.num_heads * self.head_dim)]
+
     def seq_bytes(self, context: int, q_len: int) -> int:
-        """Bytes of the keys and values of one sequence that some query sees, scales included."""
-        row_bytes = self.head_dim + 4 if self.fp8 else 2 * self.head_dim
-        reach = self.sliding_window
-        rows = context if reach is None else min(context, reach - 1 + q_len)
-        return 2 * self.num_kv_heads * row_bytes * rows
-
-    read_bytes = seq_bytes
-
-    def pairs(self, q_lens: np.ndarray, seq_lens: np.ndarray) -> int:
-        """(query, key) pairs of which a query sees the key."""
-        return visible_pairs(q_lens, seq_lens, self.sliding_window)
+        """Bytes of the keys and values of one sequence that some query sees."""
+        return self.seen[0].read(q_len, context)
 
     def shard(self, devices: int) -> AttentionShape | None:
         """The share of one of ``devices``; None if the KV heads do not divide."""
@@ -168,24 +165,17 @@ class LatentShape:
         """Bytes of all entries of one sequence."""
         return self.entries(context) * self.row_bytes
 
-    def read_bytes(self, context: int, q_len: int) -> int:
-        """Bytes of the rows of one sequence that some query sees; of selected entries the most."""
-        rows = self.entries(context)
-        if self.op == "csa":
-            rows = min(rows, q_len * self.topk)
-        if self.op not in ("mla", "index"):
-            rows += min(context, self.sliding_window - 1 + q_len)
-        return rows * self.row_bytes
-
-    def pairs(self, q_lens: np.ndarray, seq_lens: np.ndarray) -> int:
-        """(query, row) pairs of which a query sees the row."""
-        found = 0
-        if self.op != "window":
-            limit = self.topk if self.op == "csa" else None
-            found = visible_pairs(q_lens, seq_lens, limit, self.ratio)
-        if self.op not in ("mla", "index"):
-            found += visible_pairs(q_lens, seq_lens, self.sliding_window)
-        return found
+    @property
+    def seen(self) -> list[Rows]:
+        """Entries, and raw rows of a window."""
+        size, channels = self.row_bytes, self.num_heads * (self.head_dim + self.head_dim_v)
+        if self.op == "index":
+            return [Rows(None, self.ratio, size, self.num_heads * self.head_dim)]
+        entries = Rows(self.topk if self.op == "csa" else None, self.ratio, size, channels)
+        if self.op == "mla":
+            return [entries]
+        window = Rows(self.sliding_window, 1, size, channels)
+        return [window] if self.op == "window" else [window, entries]
 
     def shard(self, devices: int) -> LatentShape | None:
         """The share of one of ``devices``; None for the indexer, which each runs in whole."""
@@ -240,15 +230,15 @@ class Case:
     @property
     def num_bytes(self) -> int:
         """Least bytes that a call moves: visible rows once, queries and results."""
-        read = sum(self.shape.read_bytes(self.context, q_len) for q_len in self.q_lens)
+        seen = self.shape.seen
+        read = sum(rows.read(q_len, self.context) for rows in seen for q_len in self.q_lens)
         return read + self.num_tokens * self.shape.token_bytes
 
     @property
     def flops(self) -> int:
         """Operations of the products of visible pairs."""
-        shape, seq_lens = self.shape, np.full(self.batch, self.context)
-        channels = shape.head_dim + (0 if shape.op == "index" else shape.head_dim_v)
-        return 2 * shape.pairs(np.array(self.q_lens), seq_lens) * shape.num_heads * channels
+        q_lens, seq_lens = np.array(self.q_lens), np.full(self.batch, self.context)
+        return 2 * sum(rows.pairs(q_lens, seq_lens) * rows.channels for rows in self.shape.seen)
 
 
 # From config.json of the checkpoints. Gemma-4's q and k norms carry the scale. Pages of one model

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from quire.models.deepseek_v4.config import CSA, SLIDING, DeepseekV4Config
 from quire.models.families.decoder import Decoder
 from quire.models.layers.kv_cache import token_bytes
 from quire.models.loading.weights import build_model
+
+from .rows import Rows
 
 MAX_COPY_BYTES = 2**30
 REPEATS = 7
@@ -86,22 +88,6 @@ def _best(call: Callable[[], object], on_gpu: bool) -> float:
     return min(seconds[1:])
 
 
-class Rows(NamedTuple):
-    """Rows of the cache that the queries of a layer see.
-
-    Attributes:
-        limit: most of them: a sliding window, or a top-k; None = all.
-        ratio: tokens of a row.
-        num_bytes: bytes of a row.
-        channels: products of a (query, row) pair, of all heads.
-    """
-
-    limit: int | None
-    ratio: int
-    num_bytes: int
-    channels: int
-
-
 def cached_rows(
     config: Any, dtype: torch.dtype = torch.bfloat16, kv_cache_dtype: str = "auto"
 ) -> Iterator[Rows]:
@@ -137,8 +123,7 @@ def decode_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str = "au
     """
     total = _weight_bytes(model, len(seq_lens))
     for rows in cached_rows(model.config, model.dtype, kv_cache_dtype):
-        seen = visible_pairs(np.ones_like(seq_lens), seq_lens, rows.limit, rows.ratio)
-        total += seen * rows.num_bytes
+        total += rows.pairs(np.ones_like(seq_lens), seq_lens) * rows.num_bytes
     return round(total)
 
 
@@ -177,7 +162,7 @@ def prefill_flops(config: Any, q_lens: np.ndarray, seq_lens: np.ndarray) -> int:
     """
     total = _weights_of_a_token(config) * int(q_lens.sum())
     for rows in cached_rows(config):
-        total += visible_pairs(q_lens, seq_lens, rows.limit, rows.ratio) * rows.channels
+        total += rows.pairs(q_lens, seq_lens) * rows.channels
     return 2 * round(total)
 
 
@@ -197,26 +182,3 @@ def _weights_of_a_token(config: Any) -> float:
     if projection is not None:
         total += projection.weight.numel() * owners / len(model.layers)
     return total
-
-
-def visible_pairs(
-    q_lens: np.ndarray, seq_lens: np.ndarray, limit: int | None, ratio: int = 1
-) -> int:
-    """(query, key) pairs of causal attention: position p sees min((p + 1) // ratio, limit) keys.
-
-    Args:
-        q_lens: [num_seqs] new tokens.
-        seq_lens: [num_seqs] tokens including them.
-        limit: a sliding window, or a top-k; None = all.
-        ratio: tokens of a compressed entry; 1 = the rows of tokens.
-    """
-    last, first = seq_lens.astype(np.int64), (seq_lens - q_lens).astype(np.int64)
-    return int((_seen(last, limit, ratio) - _seen(first, limit, ratio)).sum())
-
-
-def _seen(length: np.ndarray, limit: int | None, ratio: int) -> np.ndarray:
-    """Pairs of a whole sequence: sum over n = 1 .. length of min(n // ratio, limit)."""
-    ramp = length if limit is None else np.minimum(length, ratio * limit - 1)
-    whole, rest = ramp // ratio, ramp % ratio
-    pairs = ratio * (whole * (whole - 1) // 2) + whole * (rest + 1)
-    return pairs if limit is None else pairs + (length - ramp) * limit

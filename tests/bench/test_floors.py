@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quire.bench.common import floors
-from quire.bench.common.floors import visible_pairs
+from quire.bench.common.rows import Rows
 from quire.bench.prefill_decode.build import build_model
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def test_visible_pairs(limit, ratio):
         for q, s in zip(q_lens, seq_lens, strict=True)
         for p in range(s - q, s)
     )
-    assert visible_pairs(q_lens, seq_lens, limit, ratio) == expected
+    assert Rows(limit, ratio, 1, 1).pairs(q_lens, seq_lens) == expected
 
 
 def test_prefill_counts_the_matrices_that_a_token_passes(built):
