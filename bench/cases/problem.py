@@ -124,7 +124,6 @@ def make_problem(
     shared |= {
         "num_decodes": case.num_decodes,
         "softmax_scale": shape.softmax_scale,
-        "workspace": _workspace(case, device),
     }
     tokens, heads = case.num_tokens, shape.num_heads
     results = {
@@ -227,13 +226,11 @@ def _latent(
 def _index(case: Case, draw: Draw, shared: dict[str, Any], each: list[dict[str, Any]]) -> Problem:
     shape = case.shape
     sizes = {"topk": shape.topk, "compress_ratio": shape.ratio, "max_seq_len": case.context}
-    numel = kernels.index_topk_workspace_numel(num_tokens=case.num_tokens, **sizes)
     weights = draw.normal(case.num_tokens, shape.num_heads, dtype=torch.float32)
     table = draw.table(case.batch, -(-shape.entries(case.context) // shape.rows))
     shared |= {
         "weights": weights * (shape.num_heads * shape.head_dim) ** -0.5,
         "block_table": table,
-        "workspace": torch.empty(numel, device=draw.device),
         **sizes,
     }
     for tensors in each:
@@ -300,33 +297,12 @@ def positions(case: Case, device: torch.device) -> Tensor:
     return new.repeat(case.batch)
 
 
-def num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _num_copies(device: torch.device, size: float, asked: int | None) -> int:
     """``asked`` copies, or those of ``size`` bytes that exceed the L2 cache; 1 on a CPU."""
     if asked is not None or device.type != "cuda":
         return asked or 1
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     return min(MAX_COPIES, max(1, -int(-L2_MULTIPLE * l2 // size)))
-
-
-def _workspace(case: Case, device: torch.device) -> Tensor | None:
-    shape = case.shape
-    if device.type != "cuda" or not case.num_decodes:
-        return None
-    if shape.op in ("attention", "mla"):
-        numel = kernels.workspace_numel(
-            num_decodes=case.num_decodes, max_seqlen_q=case.q_lens[0], num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim_v, num_sms=num_sms(device),
-        )  # fmt: skip
-    else:
-        numel = kernels.compressed_attention_workspace_numel(
-            head_dim=shape.head_dim, num_sms=num_sms(device)
-        )
-    return torch.empty(numel, device=device)
 
 
 def _spread_topk(visible: Tensor, topk: int, generator: torch.Generator) -> Tensor:
