@@ -101,7 +101,6 @@ class Engine:
             self.runner = runner = ModelRunner(model, config, drafter)
             self._sampler = Sampler(
                 model.config.vocab_size,
-                config.max_num_seqs,
                 model.device,
                 runner.builder.sampled,
                 rejection_sample_method=config.rejection_sample_method,
@@ -165,8 +164,7 @@ class Engine:
             ValueError: arguments that break these rules, or samples that do not fit the memory.
             RuntimeError: called while a step runs, or after `close`.
         """
-        self._expect_between_steps("add_request")
-        self._expect_open("add_request")
+        self._expect_between_steps("add_request", is_open=True)
         params = SamplingParams() if params is None else params
         prompt = self.check(prompt_token_ids, params)
         if request_id is None:
@@ -241,15 +239,13 @@ class Engine:
         if self._ranks is not None:
             self._ranks.close()
 
-    def _expect_between_steps(self, name: str) -> None:
+    def _expect_between_steps(self, name: str, *, is_open: bool = False) -> None:
         if self._is_stepping:
             raise RuntimeError(
                 f"{name}: expected to be called between steps, got a call from within one, or "
                 "from a second thread"
             )
-
-    def _expect_open(self, name: str) -> None:
-        if self._is_closed:
+        if is_open and self._is_closed:
             raise RuntimeError(f"{name}: expected an engine that is open, got one after `close`")
 
     @torch.inference_mode()
@@ -263,8 +259,7 @@ class Engine:
                 then nothing is lost, and the next call tries again (on ranks it raises RankError).
             RuntimeError: called while a step runs, or after `close`.
         """
-        self._expect_between_steps("step")
-        self._expect_open("step")
+        self._expect_between_steps("step", is_open=True)
         with interrupts_wait():
             self._is_stepping = True
             try:
@@ -279,16 +274,12 @@ class Engine:
         clock, scheduler, outputs, runner = self.clock, self.scheduler, self.outputs, self.runner
         clock.start()
         before = self._in_flight
-        while True:
-            if self.drafter is not None:
-                self._draft()
-            step = scheduler.schedule(ahead=before is not None)
-            if step is not None or before is not None or outputs.finished:
-                break
+        if self.drafter is not None:
+            self._draft()
+        step = scheduler.schedule(ahead=before is not None)
+        if step is None and before is None and not outputs.finished:
             clock.forget_device()
-            if self.tiers is None or not self.tiers.is_loading:
-                return None
-            self.tiers.wait()  # all waiting requests wait for pages
+            return None
         due = before if runner.is_async else step  # the step whose tokens this call delivers
         try:
             if step is not None:
@@ -305,19 +296,13 @@ class Engine:
             self.kv.commit(step.plan, step.input_ids, step.accepted)
         clock.switch(DELIVER)
         self._in_flight = ahead = step if runner.is_async else None
-        num_generated = 0
-        if due is not None:
-            if due.taken_back:
-                new = [tokens for tokens in new if tokens.request not in due.taken_back]
-            if due.scored:
-                due.keep_prompt_scores()
-            num_generated, has_nan = outputs.deliver(new, time.perf_counter())
-            if has_nan:
-                # Any cached row may be NaN: drop them all, and take back requests that the step in
-                # flight admitted, as their hits may have such rows.
-                if ahead is not None:
-                    scheduler.take_back_admitted(ahead)
-                scheduler.clear_cache()
+        num_generated, has_nan = outputs.deliver(new, time.perf_counter())
+        if has_nan:
+            # Any cached row may be NaN: drop them all, and take back requests that the step in
+            # flight admitted, as their hits may have such rows.
+            if ahead is not None:
+                scheduler.take_back_admitted(ahead)
+            scheduler.clear_cache()
         if ahead is not None:
             ahead.set_placeholders()
         if not outputs.unfinished:
@@ -391,6 +376,8 @@ class Engine:
         if step.scored:
             step.prompt_scores.wait()
         self.clock.switch(DELIVER)
+        if step.scored:
+            step.keep_prompt_scores()
         if step.has_drafts:
             step.learn(step.sampled.drafts)
         new = step.verify()

@@ -71,14 +71,12 @@ class Sampler:
     """Draw the next tokens of a step; ids and what goes with them reach the host in one copy.
 
     Args:
-        max_requests: slots of the allocator.
         sampled: [n] int64, ids that placeholders stand for (`BatchBuilder.sampled`).
     """
 
     def __init__(
         self,
         vocab_size: int,
-        max_requests: int,
         device: torch.device | str,
         sampled: Tensor,
         *,
@@ -88,10 +86,6 @@ class Sampler:
         self._rejects = rejection_sample_method == "standard"
         self._impl = impl
         self._staging, self._sampled = Staging(device), sampled
-        self._seen_shape = (max_requests, vocab_size)
-        # Tokens of prompt and output, for penalties; made when first needed.
-        self._seen: Tensor | None = None
-        self._owners: list[tuple[Request, int] | None] = [None] * max_requests
         if torch.device(device).type == "cuda" or impl == "triton":  # compile now
             logits = torch.zeros(1, vocab_size, device=device)
             [given] = draw_columns([SamplingParams(temperature=1.0)], [np.zeros(1)], self._staging)
@@ -156,30 +150,29 @@ class Sampler:
     def _penalized(
         self, logits: Tensor, requests: Sequence[Request], num_rows: Sequence[int]
     ) -> Tensor:
-        if self._seen is None:
-            self._seen = torch.zeros(self._seen_shape, dtype=torch.bool, device=logits.device)
-        slots, penalty, rows, row = [], [], [], 0
-        later_rows, later = [], []  # tokens of a row that are not in _seen yet
+        """Divide positive logits of the tokens before each row by the penalty, multiply others.
+
+        Source: CTRL (arXiv 1909.05858) 4.1, as in transformers.
+        """
+        tokens, rows, penalties, row = [], [], [], 0
         for request, count in zip(requests, num_rows, strict=True):
             if request.params.repetition_penalty != 1:
-                self._mark_seen(request)
-                for i in range(count):
-                    ids = request.drafts[:i].tolist()
-                    if request.num_output_placeholders:
-                        ids.append(-1 - request.placeholder)
-                    later_rows += [len(rows)] * len(ids)
-                    later += ids
-                    slots.append(request.slot)
-                    penalty.append(request.params.repetition_penalty)
+                known = request.num_tokens + request.num_output_placeholders
+                for i in range(count):  # drafts come behind the tokens: each row has one more
+                    tokens.append(request.buffer[: known + i])
                     rows.append(row + i)
+                    penalties.append(request.params.repetition_penalty)
             row += count
-        arrays = [np.array(rows), np.array(slots), np.array(penalty)]
-        arrays += [np.array(x, dtype=np.int64) for x in (later_rows, later)]
-        index, owned, factor, later_rows, later = self._staging.send(arrays)
-        seen = self._seen[owned]
-        if len(later):
-            seen[later_rows, known_ids(later, self._sampled)] = True
-        return logits.index_copy(0, index, penalize(logits[index], seen, factor))
+        lengths = np.array([len(ids) for ids in tokens])
+        penalty = np.array(penalties, dtype=np.float32)
+        arrays = [np.concatenate(tokens), lengths, np.array(rows), penalty]
+        ids, counts, *each = self._staging.send(arrays)
+        index, factor = (x.repeat_interleave(counts, output_size=len(ids)) for x in each)
+        ids = known_ids(ids.long(), self._sampled)
+        seen = logits[index, ids]
+        # A token that comes twice gets the same value twice.
+        seen = torch.where(seen > 0, seen / factor, seen * factor)
+        return logits.index_put((index, ids), seen)
 
     def _reject(
         self,
@@ -212,16 +205,6 @@ class Sampler:
         stay = rejection_sample(target, tokens, probs, *u, self._impl)
         return drawn.index_copy(0, index, stay)
 
-    def _mark_seen(self, request: Request) -> None:
-        assert self._seen is not None
-        owner = self._owners[request.slot]
-        known = owner[1] if owner is not None and owner[0] is request else 0
-        if not known:
-            self._seen[request.slot] = False
-        [new] = self._staging.send([request.tokens[known:].astype(np.int64)])
-        self._seen[request.slot, new] = True
-        self._owners[request.slot] = (request, request.num_tokens)
-
 
 def _with_logprobs(ids: Tensor, logits: Tensor, wanted: Sequence[int | None]) -> Tensor:
     """`Sampled.packed` of ids [num_rows] with the log-probabilities that rows want."""
@@ -241,15 +224,6 @@ def _draws(
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     seeds = [r.seed for r, count in zip(requests, num_rows, strict=True) for _ in range(count)]
     return uniform(seeds, first + within, purpose)
-
-
-def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """Divide logits of seen tokens by penalty [num_rows] where positive, else multiply.
-
-    Source: CTRL (arXiv 1909.05858) 4.1, as in transformers.
-    """
-    factor = penalty[:, None].to(logits.dtype)
-    return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
 
 
 def draw_columns(

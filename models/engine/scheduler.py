@@ -110,9 +110,10 @@ class Step:
                 request.num_drafts += num_drafts
                 request.num_accepted += stay
                 self.num_accepted += stay
-            end = row + stay + 1
-            wants = logprobs is not None and request.params.logprobs is not None
-            new.append(NewTokens(request, ids[row:end], logprobs[row:end] if wants else None))
+            if request not in self.taken_back:
+                end = row + stay + 1
+                wants = logprobs is not None and request.params.logprobs is not None
+                new.append(NewTokens(request, ids[row:end], logprobs[row:end] if wants else None))
             row += num_drafts + 1
         return new
 
@@ -196,11 +197,15 @@ class Scheduler:
                 now wait again, and the result is None. Requests that stay admitted may find rows
                 that turn out to be NaN (`take_back_admitted`).
         """
-        if self.tiers is not None:
-            num_admissible = 0 if self._starved else self.max_num_seqs - len(self.running)
-            self.tiers.advance(self.waiting, num_admissible, self.fail)
-        chosen, admitted = self._choose()
-        num_preempted = 0
+        tiers, num_preempted = self.tiers, 0
+        while True:
+            if tiers is not None:
+                num_admissible = 0 if self._starved else self.max_num_seqs - len(self.running)
+                tiers.advance(self.waiting, num_admissible, self.fail)
+            chosen, admitted = self._choose()
+            if chosen or ahead or tiers is None or not tiers.is_loading:
+                break
+            tiers.wait()  # all waiting requests wait for pages
         while chosen:
             step = self._plan(chosen, admitted, num_preempted)
             if isinstance(step, Step):
@@ -208,7 +213,7 @@ class Scheduler:
             if ahead:
                 self._requeue(admitted)
                 return None
-            if self.tiers is not None and self.tiers.settle():
+            if tiers is not None and tiers.settle():
                 continue  # pages that copies held
             self._starved = True
             victim = self.running[-1]

@@ -202,7 +202,7 @@ def test_scores_of_prompts_hold_what_the_plan_says():
     config = replace(an_eighth(CONFIGS["gemma-4-31b"]), vocab_size=20_000, hidden_size=64)
     assert config.final_logit_softcapping is not None
     model = random_model(config, dtype=torch.bfloat16)
-    rows, sampler = 50, Sampler(20_000, 1, "cpu", torch.zeros(0, dtype=torch.int64))
+    rows, sampler = 50, Sampler(20_000, "cpu", torch.zeros(0, dtype=torch.int64))
     request = SimpleNamespace(
         params=SamplingParams(prompt_logprobs=5),
         prompt_token_ids=np.zeros(rows + 1, dtype=np.int32),

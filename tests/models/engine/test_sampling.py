@@ -107,7 +107,7 @@ def test_the_sampler_in_triton_draws_the_same_and_reads_nothing(method):
         run = Recorder(build("gemma3-tiny"), drafter=NGramDrafter(2, min_ngram=1), **settings)
         vocab_size = run.engine.model.config.vocab_size
         placeholders = run.engine.runner.builder.sampled
-        sampler = Sampler(vocab_size, 6, "cpu", placeholders, rejection_sample_method=method, impl=impl)  # fmt: skip
+        sampler = Sampler(vocab_size, "cpu", placeholders, rejection_sample_method=method, impl=impl)  # fmt: skip
 
         def sample(*args):
             with reads:
