@@ -118,11 +118,16 @@ def read_fields(cls: type[T], data: Any, name: str = "") -> T:
 
 
 def check_fields(config: Any) -> None:
-    """Check a dataclass in its ``__post_init__``; raises as `read_fields`."""
+    """Check a dataclass in its ``__post_init__``; raises as `read_fields`.
+
+    Lists become tuples, and other numbers, such as numpy's, ints and floats.
+    """
     problems: list[_Problem] = []
-    for name, hint in _hints(type(config)).items():
-        _read(hint, getattr(config, name), name, problems)
+    hints = _hints(type(config)).items()
+    values = {name: _read(hint, getattr(config, name), name, problems) for name, hint in hints}
     _raise(problems)
+    for name, value in values.items():
+        object.__setattr__(config, name, value)  # it may be frozen
 
 
 class _Problem(NamedTuple):
@@ -167,6 +172,8 @@ def _read(hint: Any, value: Any, path: str, problems: list[_Problem]) -> Any:
     rule = _rule(hint)
     if not rule.holds(value):
         problems.append(_Problem(path, rule.expected, shown(value), rule.is_unsupported))
+    elif isinstance(value, Real) and not isinstance(value, int | float):
+        return int(value) if isinstance(value, Integral) else float(value)
     return value
 
 

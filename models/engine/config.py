@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
+from typing import Literal, get_args
 
-from quire.kvcore.arguments import as_int
+from ..config.fields import MAX_INT32, NumTokens, Positive, Share, check_fields, ints
 
-IMPLS = ("triton", "torch")
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_per_tensor")
-REJECTION_SAMPLE_METHODS = ("strict", "standard")
+Impl = Literal["triton", "torch"]
+KvCacheDtype = Literal["auto", "fp8", "fp8_per_tensor"]
+RejectionSampleMethod = Literal["strict", "standard"]
+IMPLS, KV_CACHE_DTYPES = get_args(Impl), get_args(KvCacheDtype)
+NumPages = ints(0, MAX_INT32)
+Seed = ints(0, 2**64 - 1)
 
 
 @dataclass(frozen=True)
@@ -51,60 +54,25 @@ class EngineConfig:
             max_num_batched_tokens.
     """
 
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    num_pages: int | None = None
-    memory_fraction: float | None = None
-    kv_cache_dtype: str = "auto"
-    retention: str | int = "auto"
+    max_num_seqs: NumTokens = 64
+    max_num_batched_tokens: NumTokens = 2048
+    max_model_len: NumTokens | None = None
+    num_pages: NumPages | None = None
+    memory_fraction: Share | None = None
+    kv_cache_dtype: KvCacheDtype = "auto"
+    retention: str | NumTokens = "auto"
     enable_caching: bool = True
     replay: bool = False
-    host_cache_gib: float | None = None
-    seed: int = 0
-    impl: str | None = None
-    rejection_sample_method: str = "strict"
+    host_cache_gib: Positive | None = None
+    seed: Seed = 0
+    impl: Impl | None = None
+    rejection_sample_method: RejectionSampleMethod = "strict"
     decode_graphs: bool | None = None
     async_scheduling: bool | None = None
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: NumTokens = 1
 
     def __post_init__(self) -> None:
-        for name, low in (
-            ("max_num_seqs", 1),
-            ("max_num_batched_tokens", 1),
-            ("max_model_len", 0),
-            ("num_pages", 0),
-            ("seed", 0),
-            ("tensor_parallel_size", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None or name not in ("max_model_len", "num_pages"):
-                object.__setattr__(self, name, as_int(name, value, low))
-        for name, is_optional in (
-            ("enable_caching", False),
-            ("replay", False),
-            ("decode_graphs", True),
-            ("async_scheduling", True),
-        ):
-            value = getattr(self, name)
-            if not (isinstance(value, bool) or (value is None and is_optional)):
-                raise ValueError(f"{name}: expected True or False, got {value!r}")
-        for name, high, expected in (
-            ("memory_fraction", 1, "a number in (0, 1]"),
-            ("host_cache_gib", 2**33, "a number > 0"),
-        ):
-            value = getattr(self, name)
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
-            if not (value is None or (is_number and 0 < value <= high)):
-                raise ValueError(f"{name}: expected {expected}, got {value!r}")
-        for name, allowed in (
-            ("kv_cache_dtype", KV_CACHE_DTYPES),
-            ("impl", (*IMPLS, None)),
-            ("rejection_sample_method", REJECTION_SAMPLE_METHODS),
-        ):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"{name}: expected one of {list(allowed)}, got {value!r}")
+        check_fields(self)
         if self.num_pages is not None and self.memory_fraction is not None:
             raise ValueError(
                 "num_pages, memory_fraction: expected one of them at most, got "

@@ -308,15 +308,7 @@ class Engine:
         if not outputs.unfinished:
             clock.forget_device()
         numbers = {} if due is None else due.numbers()
-        clock.switch(DELIVER)  # adds the time since the last switch, which the report reads
-        report = StepReport(
-            clock.take_idle(),
-            np.array(clock.wall),
-            np.array(clock.cpu),
-            *outputs.take(),
-            num_generated=num_generated,
-            **numbers,
-        )
+        report = StepReport(*clock.stop(), *outputs.take(), num_generated=num_generated, **numbers)
         self.totals.add(report)
         return report
 

@@ -73,13 +73,16 @@ class StepClock:
         """Do not count the time from here to the next step."""
         self._device_end = None
 
-    def take_idle(self) -> float:
-        """Idle seconds that became known since the last call."""
+    def stop(self) -> tuple[float, np.ndarray, np.ndarray]:
+        """End the running part; return idle seconds that became known since the last call, `wall`
+        and `cpu`.
+        """
+        self.switch(self._part)
         seconds = 0.0
         while self._gaps and (not self._on_gpu or self._gaps[0][1].query()):
             end, begin = self._gaps.popleft()
             seconds += end.elapsed_time(begin) / 1e3 if self._on_gpu else begin - end
-        return seconds
+        return seconds, np.array(self.wall), np.array(self.cpu)
 
 
 def _recorded_event() -> torch.cuda.Event:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from numbers import Integral
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from torch import Tensor
 
-from ..config.fields import shown
+from ..config.fields import MAX_INT32, NumTokens, Rule, TokenId, check_fields, floats, ints, shown
 from .outputs import NO_TOKEN, NewTokens, RequestError, RequestOutput, TokenLogprobs, failure
 
 if TYPE_CHECKING:
@@ -20,9 +19,14 @@ if TYPE_CHECKING:
 
     from ..tokenizer import TextStream
 
-MAX_TOP_LOGPROBS = 64
 MAX_SAMPLES = 16_384
 LARGEST, SMALLEST = 1e30, 1e-30  # factors of logits: fp32 still holds what they make of them
+NumLogprobs = ints(0, 64)
+Seed = ints(-(2**63), 2**64 - 1)
+StopString = Annotated[
+    str,
+    Rule(lambda text: isinstance(text, str) and text != "", "expected a text, not an empty one"),
+]
 
 
 @dataclass(frozen=True)
@@ -59,50 +63,25 @@ class SamplingParams:
         ValueError: a value out of range.
     """
 
-    max_tokens: int = 16
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: NumTokens = 16
+    stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    stop: tuple[StopString, ...] = ()
+    temperature: floats(0, LARGEST) = 0.0
+    top_k: ints(0, MAX_INT32) = 0
+    top_p: floats(SMALLEST, 1) = 1.0
+    min_p: floats(0, 1) = 0.0
+    repetition_penalty: floats(SMALLEST, LARGEST) = 1.0
+    seed: Seed | None = None
+    n: ints(1, MAX_SAMPLES) = 1
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        ids = _as_tuple("stop_token_ids", self.stop_token_ids, Integral)
-        put("stop_token_ids", tuple(_number("stop_token_ids", i, Integral, "ints") for i in ids))
-        put("stop", _as_tuple("stop", self.stop, str))
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop: expected strings that are not empty, got {shown(text)}")
-        for name in ("ignore_eos", "skip_special_tokens"):
-            if not isinstance(given := getattr(self, name), bool | np.bool_):
-                raise ValueError(f"{name}: expected True or False, got {shown(given)}")
-            put(name, bool(given))
-        for name, kind, low, high, expected in (
-            ("max_tokens", Integral, 1, None, "an int >= 1"),
-            ("temperature", Real, 0, LARGEST, "a number in [0, 1e30]"),
-            ("top_k", Integral, 0, 2**31 - 1, "an int >= 0 (0 = all)"),
-            ("top_p", Real, 5e-324, 1, "a number in (0, 1]"),
-            ("min_p", Real, 0, 1, "a number in [0, 1]"),
-            ("repetition_penalty", Real, SMALLEST, LARGEST, "a number in [1e-30, 1e30]"),
-            ("n", Integral, 1, MAX_SAMPLES, f"an int in 1..{MAX_SAMPLES}"),
-            ("seed", Integral, None, None, "None or an int"),
-            ("logprobs", Integral, 0, MAX_TOP_LOGPROBS, f"None or 0..{MAX_TOP_LOGPROBS}"),
-            ("prompt_logprobs", Integral, 0, MAX_TOP_LOGPROBS, f"None or 0..{MAX_TOP_LOGPROBS}"),
-        ):
-            given = getattr(self, name)
-            if given is not None or name not in ("seed", "logprobs", "prompt_logprobs"):
-                put(name, _number(name, given, kind, expected, low, high))
+        for name, kind in (("stop_token_ids", Integral), ("stop", str)):
+            object.__setattr__(self, name, _as_tuple(getattr(self, name), kind))
+        check_fields(self)
 
 
 @dataclass(eq=False)
@@ -287,29 +266,8 @@ def checked_prompt(prompt: Any, vocab_size: int, max_model_len: int) -> np.ndarr
     return prompt.astype(np.int32)
 
 
-def _as_tuple(name: str, value: Any, kind: type) -> tuple[Any, ...]:
-    """``value`` as a tuple; a value of ``kind`` alone, a list and None will do too."""
-    if isinstance(value, kind):
-        return (value,)
-    if value is not None and not isinstance(value, Iterable):
-        raise ValueError(f"{name}: expected a sequence, got {shown(value)}")
-    return () if value is None else tuple(value)
-
-
-def _number(
-    name: str,
-    value: Any,
-    kind: type,
-    expected: str,
-    low: float | None = None,
-    high: float | None = None,
-) -> Any:
-    """``value`` as an int (kind Integral) or a float (Real), in [low, high]."""
-    number = None
-    if isinstance(value, kind) and not isinstance(value, bool):
-        with suppress(OverflowError):
-            number = int(value) if kind is Integral else float(value)
-    ok = number is not None and (low is None or number >= low) and (high is None or number <= high)
-    if not ok:
-        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
-    return number
+def _as_tuple(value: Any, kind: type) -> Any:
+    """A value of ``kind`` alone, an iterable or None, as a tuple; others as they are."""
+    if value is None or isinstance(value, kind):
+        return () if value is None else (value,)
+    return tuple(value) if isinstance(value, Iterable) else value

@@ -32,8 +32,8 @@ class Group:
 
     Attributes:
         rank, size: this rank, and the number of ranks.
-        sent: bytes given to each method since `Counter.clear`; replayed graphs call no method.
-        calls: number of calls of each method, and "step" = messages of steps.
+        calls: number of calls of each method, and "step" = messages of steps; replayed graphs call
+            no method.
     """
 
     def __init__(self, device: torch.device, channel: Channel, timeout: float) -> None:
@@ -43,20 +43,19 @@ class Group:
             backend="nccl" if device.type == "cuda" else "gloo",
             timeout=datetime.timedelta(seconds=timeout + MARGIN),
         )
-        self.sent: Counter[str] = Counter()
         # All keys from the start: the heartbeat's thread adds them up.
         self.calls = Counter(dict.fromkeys(("sum", "gather", "from_first", "step"), 0))
 
     def sum(self, part: Tensor) -> Tensor:
         """Add up the tensors of all ranks, in place; the same bits on each of them."""
-        self._count("sum", part)
+        self.calls["sum"] += 1
         if part.numel():
             dist.all_reduce(part, group=self._group)
         return part
 
     def gather(self, part: Tensor) -> Tensor:
         """Put the columns of all ranks [num_rows, n] side by side: [num_rows, size * n]."""
-        self._count("gather", part)
+        self.calls["gather"] += 1
         out = part.new_empty(self.size, *part.shape)
         if part.numel():
             _gather(out.flatten(0, 1), part.contiguous(), group=self._group)
@@ -64,7 +63,7 @@ class Group:
 
     def from_first(self, data: Tensor) -> Tensor:
         """Copy the tensor of rank 0 to all ranks, in place."""
-        self._count("from_first", data)
+        self.calls["from_first"] += 1
         if data.numel():
             dist.broadcast(data, group_src=0, group=self._group)
         return data
@@ -74,7 +73,3 @@ class Group:
         self.channel.close()
         with suppress(Exception):  # gloo does nothing, and fails when its time is over
             self._group.abort()
-
-    def _count(self, kind: str, data: Tensor) -> None:
-        self.calls[kind] += 1
-        self.sent[kind] += data.numel() * data.element_size()
