@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.kvcore import GroupSpec, KVCache, OutOfPages, StepPlan
+from quire.kvcore import GroupSpec, KVCache, StepPlan
 
 from .host import HostMemory
 from .requests import TraceRequest, TraceWorkload
@@ -117,7 +117,7 @@ class Replay:
     def _compute(self, number: int, tokens: np.ndarray) -> int:
         """Put the next chunk of ``tokens`` into pages; returns its length."""
         count = self._take_pages(number, tokens)
-        while isinstance(count, OutOfPages):
+        while isinstance(count, str):
             if not self._ends:
                 request = self.requests[number]
                 length = request.input + request.output
@@ -144,13 +144,14 @@ class Replay:
         assert isinstance(slot, int)
         return int(self.cache.num_computed[slot])
 
-    def _take_pages(self, number: int, tokens: np.ndarray) -> int | OutOfPages:
-        """Compute at most a chunk of ``tokens``, the next ones of a request; returns its length."""
+    def _take_pages(self, number: int, tokens: np.ndarray) -> int | str:
+        """Compute at most a chunk of ``tokens``, the next ones of a request; returns its length, or
+        why there is no room."""
         slot = self.cache.slot_of(number)
         [count] = self.cache.cut([slot], [min(self._timing.chunk, len(tokens))]).tolist()
         plan = self.cache.plan([slot], [count])
         if not isinstance(plan, StepPlan):
-            return plan
+            return str(plan)
         self.cache.commit(plan, tokens[:count])
         return int(count)
 

@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from quire.kvcore import KVCache, OutOfPages
+from quire.kvcore import KVCache
 
 from ..kvcore.vllm import STATE_GROUPS, freeze, manager_of, sizes_of
 from .presets import PRESETS
@@ -75,7 +75,7 @@ class VLLMReplay(Replay):
         self.from_device[number] = hit
         return int(hit)
 
-    def _take_pages(self, number: int, tokens: np.ndarray) -> int | OutOfPages:
+    def _take_pages(self, number: int, tokens: np.ndarray) -> int | str:
         manager, request = self._manager, self._running[number]
         start = request.num_computed_tokens
         hit = 0 if start else int(self.hits[number])
@@ -88,7 +88,8 @@ class VLLMReplay(Replay):
             request, count, hit, None if start else self._found, full_sequence_must_fit=not start
         )
         if blocks is None:
-            return OutOfPages(0, manager.block_pool.get_num_free_blocks(), 0, "any", {})
+            free = manager.block_pool.get_num_free_blocks()
+            return f"vLLM found no blocks for {count} more, with {free} free"
         request.num_computed_tokens = end
         return count
 
