@@ -1,9 +1,10 @@
 """Gated pooling of tokens into entries, then norm, RoPE and the paged write of ``latent_write``.
 
-One program makes one entry: an online softmax over tiles of BLOCK_TOKENS tokens from the start of
-the window, so an entry does not depend on how its tokens were split into steps. Other programs each
-copy one of the step's last rows to the ring: in the same launch if no row written can be one that is
-read, else in a second. The ring holds rows by position, so rejected drafts need no undo.
+A program takes a token. If it closes a window, its entry is an online softmax over tiles of
+BLOCK_TOKENS tokens from the start of the window, so an entry does not depend on how its tokens were
+split into steps. The last rows of a sequence are copied to the ring: in the same launch if no row
+written can be one that is read, else in a second. The ring holds rows by position, so rejected
+drafts need no undo.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .common import checks, launching, strided
 from .common.checks import MODEL_DTYPES, expect_device, expect_int, expect_tensor
 from .common.latent_pages import IndexPages, LatentPages
 from .common.query_tiles import LOG2E
+from .indexer.kernel import find_sequence
 from .latent_write import (
     expect_angles,
     expect_norm,
@@ -113,24 +115,21 @@ def compress(
             norm_weight, eps, cos_sin, pages, slot_mapping, new_tokens, closes,
         )  # fmt: skip
         return
-    kept_rows = max(1, min(ring, max_seqlen_q))
-    entries, kept = num_tokens // ratio + num_seqs, num_seqs * kept_rows
     # Rows are written over those up to seq_len - 1 - ring; windows that close reach back to
     # context - (slots - 1).
     one_launch = ring >= max_seqlen_q + slots - 1
-    launches = [(0, entries + kept)] if one_launch else [(0, entries), (entries, kept)]
     with torch.cuda.device_of(kv):
-        for first_program, programs in launches:
+        for pools, keeps in [(1, 1)] if one_launch else [(1, 0), (0, 1)]:
             launching.launch(
-                _compress_kernel, (programs,),
+                _compress_kernel, (num_tokens,),
                 kv=strided.matrix(kv), gate=strided.matrix(gate), ape=strided.matrix(ape),
                 state=strided.pages(state), state_index=state_index, seq_lens=seq_lens,
                 cu_seqlens_q=cu_seqlens_q, norm_weight=norm_weight, eps=float(eps),
                 cos_sin=strided.matrix(cos_sin), pages=paged_rows(pages),
-                slot_mapping=slot_mapping, num_seqs=num_seqs, num_entries=entries,
-                kept_rows=kept_rows, first_program=first_program, ratio=ratio, ring=ring,
-                block_size=pages.storage_block_size, INDEX_KEYS=isinstance(pages, IndexPages),
-                OVERLAP=overlap, DIM=dim, ROPE_DIM=cos_sin.shape[1], BLOCK_TOKENS=BLOCK_TOKENS,
+                slot_mapping=slot_mapping, num_seqs=num_seqs, pools=pools, keeps=keeps,
+                ratio=ratio, ring=ring, block_size=pages.storage_block_size,
+                INDEX_KEYS=isinstance(pages, IndexPages), OVERLAP=overlap, DIM=dim,
+                ROPE_DIM=cos_sin.shape[1], BLOCK_TOKENS=BLOCK_TOKENS,
                 BLOCK_SEQS=BLOCK_SEQS, num_warps=8,
             )  # fmt: skip
 
@@ -217,39 +216,15 @@ def _torch(
 
 
 @triton.jit
-def _find_sequence(program, cu_seqlens_q, num_seqs, ratio, BLOCK_SEQS: tl.constexpr):
-    """The sequence of a program.
-
-    Sequence s has the programs from cu_seqlens_q[s] // ratio + s on: at least as many as windows
-    can close in its tokens.
-    """
-    begun = tl.zeros([], tl.int32)
-    for start in range(0, num_seqs, BLOCK_SEQS):
-        seq = start + tl.arange(0, BLOCK_SEQS)
-        live = seq < num_seqs
-        begin = tl.load(cu_seqlens_q + seq, mask=live, other=0) // ratio + seq
-        begun += tl.sum((live & (begin <= program)).to(tl.int32), 0)
-    return begun - 1
-
-
-@triton.jit
-def _keep_row(
-    kv, gate, ape, state, state_index, seq_lens, cu_seqlens_q, seq, back, ratio, ring,
-    CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Copy the row ``back`` rows before the last of a sequence to its ring."""
-    position = tl.load(seq_lens + seq) - 1 - back
-    row = tl.load(cu_seqlens_q + seq + 1) - 1 - back
-    index = tl.load(state_index + seq).to(tl.int64)
-    if (row >= tl.load(cu_seqlens_q + seq)) & (position >= 0) & (index >= 0):
-        channel = tl.arange(0, CHANNELS)
-        c = tl.load(kv.data + row.to(tl.int64) * kv.stride_row + channel)
-        z = tl.load(gate.data + row.to(tl.int64) * gate.stride_row + channel)
-        bias = tl.load(ape.data + position % ratio * ape.stride_row + channel)
-        cell = state.data + index * state.stride_page
-        cell += (position % ring).to(tl.int64) * state.stride_row + channel
-        tl.store(cell, c.to(tl.float32))
-        tl.store(cell + state.stride_head, z.to(tl.float32) + bias)
+def _keep(kv, gate, ape, ring_rows, state, row, position, ratio, ring, CHANNELS: tl.constexpr):
+    """Copy a row of the step to the ring of its sequence."""
+    channel = tl.arange(0, CHANNELS)
+    c = tl.load(kv.data + row * kv.stride_row + channel)
+    z = tl.load(gate.data + row * gate.stride_row + channel)
+    bias = tl.load(ape.data + position % ratio * ape.stride_row + channel)
+    cell = ring_rows + (position % ring).to(tl.int64) * state.stride_row + channel
+    tl.store(cell, c.to(tl.float32))
+    tl.store(cell + state.stride_head, z.to(tl.float32) + bias)
 
 
 @triton.jit
@@ -274,7 +249,7 @@ def _pool(
         # Series a, then series b; without overlap one series of ``ratio`` tokens.
         second = token >= ratio
         column = tl.where(second, DIM, 0) + channel
-        new_row = (row - back).to(tl.int64)
+        new_row = row - back
         bias = ape.data + tl.where(second, token - ratio, token) * ape.stride_row + column
         cell = ring_rows + (position % ring).to(tl.int64) * state.stride_row + column
         c = tl.load(kv.data + new_row * kv.stride_row + column, mask=new, other=0.0)
@@ -293,45 +268,37 @@ def _pool(
     return (acc / row_sum)[None, :]
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_seqs", "num_entries", "kept_rows", "first_program", "ratio", "ring", "block_size",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["num_seqs", "pools", "keeps", "ratio", "ring", "block_size"])
 def _compress_kernel(
     kv, gate, ape, state, state_index, seq_lens, cu_seqlens_q, norm_weight, eps, cos_sin,
-    pages, slot_mapping, num_seqs, num_entries, kept_rows, first_program, ratio, ring, block_size,
+    pages, slot_mapping, num_seqs, pools, keeps, ratio, ring, block_size,
     INDEX_KEYS: tl.constexpr, OVERLAP: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_SEQS: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0) + first_program
-    if program >= num_entries:
-        item = program - num_entries
-        _keep_row(
-            kv, gate, ape, state, state_index, seq_lens, cu_seqlens_q, item // kept_rows,
-            item % kept_rows, ratio, ring, 2 * DIM if OVERLAP else DIM,
-        )  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    seq = find_sequence(tl.program_id(0), cu_seqlens_q, num_seqs, BLOCK_SEQS)
+    if seq >= num_seqs:  # behind the last sequence
         return
-    seq = _find_sequence(program, cu_seqlens_q, num_seqs, ratio, BLOCK_SEQS)
-    first_token = tl.load(cu_seqlens_q + seq)
     seq_len = tl.load(seq_lens + seq)
-    context = seq_len - (tl.load(cu_seqlens_q + seq + 1) - first_token)
-    window = program - (first_token // ratio + seq) + tl.maximum(context, 0) // ratio
-    if window >= seq_len // ratio:
-        return
-    closing = window * ratio + ratio - 1
-    row = first_token + closing - context
-    slot = tl.load(slot_mapping + row)
+    last = tl.load(cu_seqlens_q + seq + 1)
+    position = seq_len - last + tl.program_id(0)
     index = tl.load(state_index + seq).to(tl.int64)
-    if (slot < 0) | (index < 0):
+    if (position < 0) | (index < 0):
         return
     ring_rows = state.data + index * state.stride_page
-    entry = _pool(
-        kv, gate, ape, ring_rows, state, row, context, closing, ratio, ring,
-        OVERLAP, DIM, BLOCK_TOKENS,
-    )  # fmt: skip
-    entry = normed(entry, norm_weight, eps, DIM)
-    start = tl.full([1], 0, tl.int64) + window * ratio
-    entry = rotated(entry, start, cos_sin, 1, DIM, ROPE_DIM)
-    at = tl.full([1], 0, tl.int64) + slot
-    stored(entry, at, tl.full([1], 1, tl.int1), pages, block_size, INDEX_KEYS, 1, DIM)
+    if (pools != 0) & ((position + 1) % ratio == 0):
+        slot = tl.load(slot_mapping + row)
+        if slot >= 0:
+            context = seq_len - (last - tl.load(cu_seqlens_q + seq))
+            entry = _pool(
+                kv, gate, ape, ring_rows, state, row, context, position, ratio, ring,
+                OVERLAP, DIM, BLOCK_TOKENS,
+            )  # fmt: skip
+            entry = normed(entry, norm_weight, eps, DIM)
+            start = tl.full([1], 0, tl.int64) + (position + 1 - ratio)
+            entry = rotated(entry, start, cos_sin, 1, DIM, ROPE_DIM)
+            at = tl.full([1], 0, tl.int64) + slot
+            stored(entry, at, tl.full([1], 1, tl.int1), pages, block_size, INDEX_KEYS, 1, DIM)
+    if (keeps != 0) & (position >= seq_len - ring):
+        channels: tl.constexpr = 2 * DIM if OVERLAP else DIM
+        _keep(kv, gate, ape, ring_rows, state, row, position, ratio, ring, channels)

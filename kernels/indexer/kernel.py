@@ -67,14 +67,14 @@ def make_plan(
 
 
 @triton.jit
-def _find_sequence(token, cu_seqlens_q, num_seqs):
+def find_sequence(token, cu_seqlens_q, num_seqs, BLOCK: tl.constexpr):
     """The sequence of a token: how many sequences end at it or before.
 
     ``num_seqs`` for a token behind the last.
     """
     found = tl.zeros([], tl.int32)
-    for start in range(0, num_seqs, SEQS):
-        seq = start + tl.arange(0, SEQS)
+    for start in range(0, num_seqs, BLOCK):
+        seq = start + tl.arange(0, BLOCK)
         end = tl.load(cu_seqlens_q + 1 + seq, mask=seq < num_seqs, other=2147483647)
         found += tl.sum((end <= token).to(tl.int32), 0)
     return found
@@ -126,8 +126,9 @@ def index_scores_kernel(
     token = first_token + tl.arange(0, BLOCK_T)
     out = workspace + (token - first_row).to(tl.int64) * row_numel
     offs_n = tl.arange(0, BLOCK_N)
-    first_seq = _find_sequence(first_token, cu_seqlens_q, num_seqs)
-    last_seq = tl.minimum(_find_sequence(stop_token - 1, cu_seqlens_q, num_seqs), num_seqs - 1)
+    first_seq = find_sequence(first_token, cu_seqlens_q, num_seqs, SEQS)
+    last_seq = find_sequence(stop_token - 1, cu_seqlens_q, num_seqs, SEQS)
+    last_seq = tl.minimum(last_seq, num_seqs - 1)
     # A tile at a border of sequences has tokens of several; each sequence is a loop of its own.
     for seq in range(first_seq, last_seq + 1):
         visible = _visible_entries(
@@ -203,7 +204,7 @@ def index_select_kernel(
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = first_row + tl.program_id(0)
-    seq = _find_sequence(token, cu_seqlens_q, num_seqs)
+    seq = find_sequence(token, cu_seqlens_q, num_seqs, SEQS)
     visible = _visible_entries(
         seq, token, seq_lens, cu_seqlens_q, num_seqs, num_entries, compress_ratio
     )

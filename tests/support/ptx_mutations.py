@@ -45,7 +45,7 @@ TESTS = [
     "layers/test_sampling.py::test_sample[bf16-triton]",
     "pages/test_overlap.py::test_copy_overlap[small-triton]",
     "pages/test_page_copy.py::test_copy[views-of-a-pool-gather_pages-triton]",
-    "pages/test_write_kv.py::test_rows_with_scales_of_their_own[many-heads-bf16-triton]",
+    "pages/test_write_kv.py::test_rows[scaled-many-heads-bf16-triton]",
 ]
 
 

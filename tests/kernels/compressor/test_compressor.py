@@ -8,7 +8,6 @@ from itertools import accumulate
 import pytest
 import torch
 
-from quire.bench.common import bounds
 from quire.kernels import IndexPages, LatentPages, compress, compressor, page_bytes
 from quire.kernels.common import launching
 from tests.kernels.oracles import compressor as reference
@@ -344,10 +343,6 @@ def test_padding_rows(impl):
     compress(**arguments, impl=impl)
     run.check_state()
     run.check_entries()
-
-
-def test_budgets_count_the_rescalings_of_a_tile():
-    assert compressor.BLOCK_TOKENS >= bounds.TILE
 
 
 @pytest.mark.parametrize("slack, new, count", [(0, 1, 2), (1, 1, 1), (3, 4, 2), (4, 4, 1)])

@@ -2,16 +2,13 @@
 equal scores."""
 
 import dataclasses
-from itertools import pairwise
 
 import pytest
 import torch
 import triton
-import triton.language as tl
 
 from quire.bench.common.bounds import bounding
 from quire.kernels import IndexPages, index_topk, index_topk_workspace_numel
-from quire.kernels.common import bits
 from quire.kernels.common.arch import named
 from quire.kernels.indexer import kernel as indexer_kernel
 from tests.kernels.oracles import indexer as reference_indexer
@@ -221,24 +218,6 @@ def test_the_workspace_is_bounded():
     assert index_topk_workspace_numel(num_tokens=0, **sizes) == 0
     assert index_topk_workspace_numel(num_tokens=8192, topk=512, max_seq_len=2051) == 0
     assert index_topk_workspace_numel(num_tokens=1, topk=512, max_seq_len=2052) == 576
-
-
-@triton.jit
-def _ordered_kernel(scores, out):
-    offsets = tl.arange(0, 16)
-    ordered = bits.ordered(tl.load(scores + offsets))
-    tl.store(out + offsets, ordered.to(tl.int32, bitcast=True))
-
-
-def test_ordered_bits():
-    """Integers in the order of the scores, all above 0; both zeros are equal."""
-    tiny, huge, inf = 2.0**-149, 3e38, torch.inf
-    scores = [-inf, -huge, -2.5, -1.0, -tiny, -0.0, 0.0, tiny, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, huge, inf]  # fmt: skip
-    out = torch.zeros(16, dtype=torch.int32, device=DEVICE)
-    _ordered_kernel[(1,)](torch.tensor(scores, device=DEVICE), out)
-    values = [value % 2**32 for value in out.tolist()]
-    assert values[5] == values[6] and values[0] > 0
-    assert all(a < b for a, b in pairwise(values[:6] + values[7:]))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

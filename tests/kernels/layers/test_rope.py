@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from quire.kernels import norm_rope
-from quire.kernels.layers import rope
 from tests.kernels.oracles import rope as reference
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.oracles import once
@@ -117,12 +116,3 @@ def test_a_head_without_frequencies_stays_where_it_is(impl):
     still = [*range(3, 8), *range(11, 16)]
     assert out[..., still].equal(arguments["qkv"][:, :6][..., still])
     assert not out[..., :3].equal(arguments["qkv"][:, :6, :3])
-
-
-@pytest.mark.parametrize("elements", [16, 32])
-def test_heads_by_program(monkeypatch, elements):
-    """One head a program, and two: the bits of all in one."""
-    arguments = make(CASES["gemma-4"])
-    expected = norm_rope(**arguments, impl="triton")
-    monkeypatch.setattr(rope, "ELEMENTS_PER_PROGRAM", elements)
-    assert norm_rope(**arguments, impl="triton").equal(expected)

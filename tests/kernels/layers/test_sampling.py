@@ -134,9 +134,9 @@ def test_draws_at_and_between_borders(impl):
 
 
 def test_equal_logits_are_cut_in_the_order_of_ids(impl):
-    """Also where their shares add up to top_p exactly."""
-    filters = [(1.0, 4, 1.0, 0.0), (1.0, 0, 0.5, 0.0), (1.0, 6, 0.5, 0.0), (1.0, 0, 1.0, 1.0)]
-    logits = torch.zeros(4, 9, device=DEVICE)
+    """Also where their shares add up to top_p exactly, and where a quotient is -0."""
+    filters = [(1e30, 4, 1.0, 0.0), (1e30, 0, 0.5, 0.0), (1e30, 6, 0.5, 0.0), (1e30, 0, 1.0, 1.0)]
+    logits = torch.tensor([-1e-30, 0, 0] * 3, device=DEVICE).repeat(4, 1)
     logits[:, 2] = -torch.inf
     probs = torch.full((4, 9), NAN, device=DEVICE)
     sample_tokens(**make_call(logits, filters, [0.5] * 4), probs=probs, impl=impl)
