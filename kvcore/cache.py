@@ -263,7 +263,7 @@ class KVCache:
 
     def take_deltas(self) -> tuple[Int64, Int32]:
         """Take the changes of `tables` since the last call: flat indices [m] int64 and values [m]
-        int32, later changes of an entry last. Needs ``track_deltas=True``.
+        int32, later changes of a cell last. Needs ``track_deltas=True``.
         """
         deltas = self._tables.deltas
         if deltas is None:

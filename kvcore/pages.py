@@ -37,7 +37,7 @@ class PagePool:
         self.users: Int32
         self.holds: Int32
         self.users, self.holds = self.counts.view("<i4").reshape(-1, 2).T
-        self.users[NULL_BLOCK] = 1 << 30  # padding entries name it
+        self.users[NULL_BLOCK] = 1 << 30  # unused cells of tables name it
         self._mark: Int32 = np.empty(num_pages, dtype=np.int32)
         self.num_held_only = 0
 

@@ -35,7 +35,7 @@ class GroupSpec:
         name: unique among the groups of a model; appears in errors and reports.
         kind: ``"dense"``, ``"window"`` or ``"state"``.
         block_size: tokens that a block covers. A state group has its snapshots at multiples of the
-            alignment.
+            alignment: give it the size of a dense group, as a larger one makes hits coarser.
         page_bytes: bytes of one page, the same in all groups of a pool.
         sliding_window: W tokens including the query itself; window groups only.
         lookahead: rows at position t depend on the tokens up to t + lookahead, as a drafter's do. A

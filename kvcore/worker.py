@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StepArrays(NamedTuple):
-    """The arrays of a `StepPlan`, and the table entries that changed since the step before:
+    """The arrays of a `StepPlan`, and the table cells that changed since the step before:
     [m] int64 flat indices into `KVCache.tables` (repeats have one page), and [m] int32 pages there.
     """
 
@@ -83,7 +83,7 @@ class WorkerTables:
         indices = step.table_indices
         if len(indices) and int(indices.max()) >= self.tables.size:
             raise ValueError(
-                f"step: expected indices below {self.tables.size}, the entries of these tables, "
+                f"step: expected indices below {self.tables.size}, the cells of these tables, "
                 f"got {int(indices.max())}: the cache was made with other arguments"
             )
         self.tables.reshape(-1)[indices] = step.table_pages
@@ -95,7 +95,7 @@ class WorkerTables:
         return self.tables[:, offset : offset + width]
 
     def take_deltas(self) -> tuple[Int64, Int32]:
-        """`KVCache.take_deltas`: entries that changed since the last call."""
+        """`KVCache.take_deltas`: cells that changed since the last call."""
         if not self._changed:
             return NO_ROWS, NO_VALUES
         indices = np.concatenate(self._changed)

@@ -1,6 +1,6 @@
 """Tensors of a step for `quire.kernels`, from the integers of `quire.kvcore`, and back.
 
-The block tables live on the device, one row per request slot. Before a step the entries that
+The block tables live on the device, one row per request slot. Before a step the cells that
 changed since the last one are copied: so the tables describe the context, and a page that the step
 starts is in its slot mapping only.
 """
@@ -93,8 +93,8 @@ class AttnMetadata:
             b in column b % width.
         slot_mappings: per group [num_tokens] int64 page * block_size + row; -1: do not write.
         max_seqlen_q, max_seq_len: longest q_len, and an upper bound of seq_lens.
-        num_decodes: leading sequences with one new token, or with one and its drafts if no sequence
-            has more.
+        num_decodes: leading sequences for the kernels of few new tokens: those with one; all, where
+            none has more than 1 + max_draft_tokens.
         request_slots: [num_seqs] int32 slots of the requests, for model state outside of pages.
         replay_rows, replay_slots: [num_replayed] int64 rows of the step that are computed again,
             and per group their slots (-1 unless dense); None without replays.
@@ -148,7 +148,7 @@ class BatchBuilder:
     def __init__(
         self, kv: KVCache | WorkerTables, device: torch.device | str, *, max_placeholders: int = 0
     ) -> None:
-        self._kv, self._entries = kv, kv.tables.reshape(-1)
+        self._kv, self._cells = kv, kv.tables.reshape(-1)
         self._groups = kv.layout.groups
         self.num_groups = len(self._groups)
         for g in self._groups:
@@ -165,7 +165,7 @@ class BatchBuilder:
         self.tables.copy_(torch.from_numpy(kv.tables))
         self._views = [self.tables[:, :0]] * len(self._groups)
         self.sampled = torch.zeros(max_placeholders, dtype=torch.int64, device=device)
-        # Entries that changed and are not in the copy yet: a step that fails must not lose them.
+        # Cells that changed and are not in the copy yet: a step that fails must not lose them.
         self._stale = np.empty(0, dtype=np.int64)
 
     def build(
@@ -246,8 +246,8 @@ class BatchBuilder:
         if len(self._stale):
             index = np.concatenate((self._stale, index))
         self._stale = index
-        # Repeated entries all get the present value, so their order does not matter.
-        return index, self._entries[index]
+        # Repeated cells all get the present value, so their order does not matter.
+        return index, self._cells[index]
 
     def _apply(self, index: Tensor, value: Tensor) -> None:
         self.tables.view(-1)[index] = value

@@ -133,7 +133,7 @@ class Tables:
         return pages
 
     def fill_dense(self, slot: int, first: int, pages: Int32) -> None:
-        """Set the dense entries of segments from `first` on to `pages` [n, pages_per_segment]."""
+        """Set the dense blocks of segments from `first` on to `pages` [n, pages_per_segment]."""
         for table in self.dense:
             c = table.cls
             part = pages[:, c.segment_offset : c.segment_offset + c.num_tables * c.per_segment]
@@ -178,6 +178,6 @@ class Tables:
         self.snapshot_at[slot] = 0
 
     def note(self, indices: Int64, pages: Int32 | Int64) -> None:
-        """Add changed entries to the deltas, if they are tracked."""
+        """Add the flat indices of changed table cells, and their pages, to the deltas, if tracked."""
         if self.deltas is not None and pages.size:
             self.deltas.append((indices.ravel(), pages.ravel().astype(np.int32)))
