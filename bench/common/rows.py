@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Rows(NamedTuple):
-    """Rows of one kind, of which the query at position p sees min((p + 1) // ratio, limit).
+    """Rows of one kind. The query at position p sees min((p + 1) // ratio, limit) of them.
 
     Attributes:
         limit: a sliding window, or a top-k where ``ratio`` is more than 1; None: all rows.
@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     channels: int
 
     def pairs(self, q_lens: np.ndarray, seq_lens: np.ndarray) -> int:
-        """(query, row) pairs of which the query sees the row.
+        """Count the (query, row) pairs that attention visits.
 
         Args:
             q_lens: [num_seqs] new tokens.

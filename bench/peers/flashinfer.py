@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,38 +20,29 @@ LAYOUT = "NHD"
 WORKSPACE_BYTES = 256 * 2**20
 TENSOR_CORE_DIM = 256  # largest head_dim of the kernels for grouped heads and prompts
 MLA_BACKEND = "fa3"
+NOTE = "plan() not timed"
 
 
 def flashinfer_peer(folder: Path | None) -> Peer:
     """FlashInfer's attention; raises ImportError."""
-    flashinfer = import_package(folder, "flashinfer")
-
-    def prepare(problem: Problem) -> list[Call]:
-        case, shape = problem.case, problem.case.shape
-        if problem.shared["sinks"] is not None:
-            raise Unsupported("sinks")
-        if shape.head_dim > TENSOR_CORE_DIM and case.phase != "decode":
-            raise Unsupported(f"head_dim above {TENSOR_CORE_DIM} in prefill")
-        return _attention_calls(flashinfer, problem)
-
-    return Peer("flashinfer", flashinfer.__version__, "plan() not timed", prepare)
+    package = import_package(folder, "flashinfer")
+    return Peer("flashinfer", package.__version__, NOTE, partial(attention_calls, package))
 
 
 def flashinfer_mla_peer(folder: Path | None) -> Peer:
     """FlashInfer's MLA; raises ImportError."""
-    flashinfer = import_package(folder, "flashinfer")
-
-    def prepare(problem: Problem) -> list[Call]:
-        if problem.case.shape.op != "mla":
-            raise Unsupported("no such operator")
-        return _mla_calls(flashinfer, problem)
-
-    note, version = "plan() not timed", flashinfer.__version__
-    return Peer("flashinfer-mla", version, note, prepare, (LatentShape,))
+    package = import_package(folder, "flashinfer")
+    calls = partial(mla_calls, package)
+    return Peer("flashinfer-mla", package.__version__, NOTE, calls, (LatentShape,))
 
 
-def _attention_calls(flashinfer: Any, problem: Problem) -> list[Call]:
+def attention_calls(flashinfer: Any, problem: Problem) -> list[Call]:
+    """Attention over pages; raises Unsupported."""
     case, shape, shared = problem.case, problem.case.shape, problem.shared
+    if shared["sinks"] is not None:
+        raise Unsupported("sinks")
+    if shape.head_dim > TENSOR_CORE_DIM and case.phase != "decode":
+        raise Unsupported(f"head_dim above {TENSOR_CORE_DIM} in prefill")
     device, dtype = shared["seq_lens"].device, problem.results["out"].dtype
     count = -(-case.context // shape.block_size)
     last = case.context - (count - 1) * shape.block_size
@@ -85,26 +77,22 @@ def _attention_calls(flashinfer: Any, problem: Problem) -> list[Call]:
     return [call(tensors) for tensors in problem.each]
 
 
-def _mla_calls(flashinfer: Any, problem: Problem) -> list[Call]:
+def mla_calls(flashinfer: Any, problem: Problem) -> list[Call]:
+    """MLA over pages; raises Unsupported."""
     case, shape, shared = problem.case, problem.case.shape, problem.shared
+    if shape.op != "mla":
+        raise Unsupported("no such operator")
     device, dtype = shared["seq_lens"].device, problem.results["out"].dtype
     count = -(-case.context // shape.rows)
     scratch = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(scratch, backend=MLA_BACKEND)
     parts = [shape.head_dim_v, shape.head_dim - shape.head_dim_v]
+    starts = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * count
+    indices = shared["block_table"][:, :count].flatten().contiguous()
     wrapper.plan(
-        shared["cu_seqlens_q"],
-        torch.arange(case.batch + 1, dtype=torch.int32, device=device) * count,
-        shared["block_table"][:, :count].flatten().contiguous(),
-        shared["seq_lens"],
-        shape.num_heads,
-        *parts,
-        shape.rows,
-        True,
-        shape.softmax_scale,
-        dtype,
-        dtype,
-    )
+        shared["cu_seqlens_q"], starts, indices, shared["seq_lens"], shape.num_heads, *parts,
+        shape.rows, True, shape.softmax_scale, dtype, dtype,
+    )  # fmt: skip
     out = torch.full_like(problem.results["out"], float("nan"))
 
     def call(tensors: dict[str, Any]) -> Call:

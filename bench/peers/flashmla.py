@@ -10,6 +10,7 @@ Source: FlashMLA, flash_mla_interface (conventions of its operators).
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,16 @@ MAX_LIST_BYTES = 8 * 2**30
 def flashmla_peer(folder: Path | None) -> Peer:
     """FlashMLA; raises as `load_operators`."""
     ops = load_operators(folder, "_flashmla_C")
-
-    def prepare(problem: Problem) -> list[Call]:
-        if problem.case.shape.op == "index":
-            raise Unsupported("no such operator")
-        calls = dense_calls if problem.case.shape.op == "mla" else sparse_calls
-        return calls(ops, problem)
-
     note = "schedule and lists of rows not timed; below 64 heads of V4 padded to 64"
-    return Peer("flashmla", "as vLLM builds it", note, prepare, (LatentShape,))
+    return Peer("flashmla", "as vLLM builds it", note, partial(calls_of, ops), (LatentShape,))
+
+
+def calls_of(ops: Any, problem: Problem) -> list[Call]:
+    """One call for each copy; raises Unsupported."""
+    if problem.case.shape.op == "index":
+        raise Unsupported("no such operator")
+    calls = dense_calls if problem.case.shape.op == "mla" else sparse_calls
+    return calls(ops, problem)
 
 
 def dense_calls(ops: Any, problem: Problem) -> list[Call]:

@@ -71,14 +71,14 @@ from quire.models.llm import DRAFTERS
 from quire.models.tokenizer import NUM_SPECIAL
 
 from ..common.floors import device_rates
-from ..common.results import describe_machine, require_matplotlib, write_json
+from ..common.results import require_matplotlib, write_json
 from ..common.traces import read_trace, trace_workload
 from ..common.workload import Workload, chat_workload
 from .build import BenchModel, build_model
 from .drive import Key, WorkloadRun, run_workload
 from .plot import save_plot
 from .ranks import run_on_ranks
-from .report import SCHEMA, comparison, metrics, speculation, tiers
+from .report import about, comparison, metrics, speculation, tiers
 from .text import header, split_table, table
 from .verify import Check, check_outputs, sample
 
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace, built: BenchModel, workload: Workload) -> dict[str, Any]:
-    """WorkloadRun, check and measure; returns the dictionary of `bench.prefill_decode.report`.
+    """Run, check and measure; returns the dictionary of `bench.prefill_decode.report`.
 
     --json is written whenever a run has been checked.
 
@@ -149,7 +149,7 @@ def measure(args: argparse.Namespace, built: BenchModel, workload: Workload) -> 
     settings = replace(settings, num_pages=warmed.num_pages)
     without = replace(settings, host_cache_gib=None)
     cached = _run(built, workload, settings, "caching on", drafter=drafter())
-    prompts, sampled = cached.prompts, sample(cached.outputs, args.check)
+    sampled = sample(cached.outputs, args.check)
     check = _check(built, cached, sampled, dtype)
     # Over pages of e4m3 outputs may differ, and only those that are checked anyway are checked.
     among = cached.outputs if dtype == "auto" else sampled
@@ -161,66 +161,30 @@ def measure(args: argparse.Namespace, built: BenchModel, workload: Workload) -> 
         return metrics(run, model, rates, kv_cache_dtype=dtype)
 
     def again(settings: EngineConfig, label: str, drafter: Drafter | None) -> WorkloadRun:
-        """Run the same prompts once more, when what is known so far is written."""
+        """Run the same prompts once more; check requests with another output in both runs."""
         write_json(args.json, result, final=False, indent=2)
-        return _run(built, workload, settings, label, prompts, drafter)
-
-    def check_differing(other: WorkloadRun) -> None:
-        """Check, in both runs, the requests whose outputs differ."""
+        other = _run(built, workload, settings, label, cached.prompts, drafter)
         one, two = cached.outputs, other.outputs
         keys = [key for key in among if one[key].token_ids != two[key].token_ids]
         for run in (cached, other):
             _check(built, run, keys, dtype)
+        return other
 
     result: dict[str, Any] = {
-        "schema": SCHEMA,
-        "machine": describe_machine(model.device),
-        "model": {
-            "name": model.config.name,
-            "source": built.source,
-            "parameters": sum(weight.numel() for weight in model.parameters()),
-            "weight_bytes": weight_bytes(model),
-            "dtype": str(model.dtype).removeprefix("torch."),
-        },
-        "engine": {
-            "impl": settings.impl or ("triton" if model.device.type == "cuda" else "torch"),
-            "kv_cache_dtype": dtype,
-            "retention": settings.retention,
-            "num_pages": cached.num_pages,
-            "max_num_seqs": settings.max_num_seqs,
-            "max_num_batched_tokens": settings.max_num_batched_tokens,
-            "describe": cached.describe,
-        },
-        "workload": {
-            "title": workload.title,
-            "group_name": workload.group_name,
-            "requests": workload.num_requests,
-            "prompt_tokens": sum(map(len, prompts.values())),
-            "output_tokens": sum(t.max_tokens for session in workload.sessions for t in session),
-        },
-        "check": {
-            "requests": check.num_requests,
-            "of_requests": workload.num_requests,
-            "tokens": check.num_tokens,
-            "exact_tokens": check.num_exact,
-            "largest_bound": check.largest_bound,
-        },
+        **about(built, settings, workload, cached, check),
         "rates": asdict(rates),
         "cached": numbers(cached),
         **dict.fromkeys(("uncached", "comparison", "speculation", "tiers", "ranks")),
     }
     if args.host_cache is not None:
         other = again(without, "without tiers", None)
-        check_differing(other)
         compared = {"without": numbers(other), "comparison": comparison(cached, other)}
         result["tiers"] = {"host_gib": args.host_cache, **tiers(cached), **compared}
     if not args.no_baseline:
         other = again(replace(without, enable_caching=False), "caching off", drafter())
-        check_differing(other)
         result |= {"uncached": numbers(other), "comparison": comparison(cached, other)}
     if args.speculate:
         other = again(settings, "no drafts", None)
-        check_differing(other)
         result["speculation"] = speculation(args.speculate, drafts, cached, other)
     if args.tensor_parallel_size:
         write_json(args.json, result, final=False, indent=2)

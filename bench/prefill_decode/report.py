@@ -50,13 +50,60 @@ from typing import Any
 
 import numpy as np
 
+from quire.models.engine.config import EngineConfig
+from quire.models.engine.memory import weight_bytes
 from quire.models.engine.report import PARTS, StepReport, outside_model
 from quire.models.families.decoder import Decoder
 
 from ..common.floors import Rates, decode_bytes, prefill_flops
+from ..common.results import describe_machine
+from ..common.workload import Workload
+from .build import BenchModel
 from .drive import WorkloadRun
+from .verify import Check
 
 SCHEMA = 3
+
+
+def about(
+    built: BenchModel, settings: EngineConfig, workload: Workload, run: WorkloadRun, check: Check
+) -> dict[str, Any]:
+    """Everything but measured numbers: schema, machine, model, engine, workload and check."""
+    model = built.model
+    return {
+        "schema": SCHEMA,
+        "machine": describe_machine(model.device),
+        "model": {
+            "name": model.config.name,
+            "source": built.source,
+            "parameters": sum(weight.numel() for weight in model.parameters()),
+            "weight_bytes": weight_bytes(model),
+            "dtype": str(model.dtype).removeprefix("torch."),
+        },
+        "engine": {
+            "impl": settings.impl or ("triton" if model.device.type == "cuda" else "torch"),
+            "kv_cache_dtype": settings.kv_cache_dtype,
+            "retention": settings.retention,
+            "num_pages": run.num_pages,
+            "max_num_seqs": settings.max_num_seqs,
+            "max_num_batched_tokens": settings.max_num_batched_tokens,
+            "describe": run.describe,
+        },
+        "workload": {
+            "title": workload.title,
+            "group_name": workload.group_name,
+            "requests": workload.num_requests,
+            "prompt_tokens": sum(map(len, run.prompts.values())),
+            "output_tokens": sum(t.max_tokens for session in workload.sessions for t in session),
+        },
+        "check": {
+            "requests": check.num_requests,
+            "of_requests": workload.num_requests,
+            "tokens": check.num_tokens,
+            "exact_tokens": check.num_exact,
+            "largest_bound": check.largest_bound,
+        },
+    }
 
 
 def metrics(

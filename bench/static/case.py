@@ -7,6 +7,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from ..cases.problem import make_problem
 from ..cases.shapes import Case, LatentShape
 
 # Together they launch every kernel.
@@ -89,10 +92,6 @@ def attention_case(
         key_bytes = shape.head_dim * width
 
     def call() -> object:
-        import torch
-
-        from ..cases.problem import make_problem
-
         made = make_problem(batch, torch.device("meta"), getattr(torch, dtype), copies=1)
         rows = made.in_step[0] if in_step and made.in_step is not None else {}
         arguments = made.shared | made.each[0] | made.results | rows | changes
@@ -103,8 +102,6 @@ def attention_case(
 
 def meta(*shape: int, dtype: str = "bfloat16") -> Any:
     """A contiguous tensor without storage."""
-    import torch
-
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
