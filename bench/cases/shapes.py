@@ -305,7 +305,23 @@ TINY_LATENT_SHAPES = {
 }
 
 
-def case_of(name: str, phase: str, batch: int, context: int = USUAL_CONTEXT) -> Case:
+# The main cases, most important first: shapes, phase, batch, context.
+_KV = "gemma-4-31b/global gemma-4-31b/local llama-3-70b gpt-oss-120b/full"
+_V4 = "v4-flash/csa v4-pro/csa v4-flash/csa/tp8 v4-flash/hca"
+MAIN = (
+    (_KV, "decode", USUAL_BATCH, USUAL_CONTEXT),
+    (_KV, "prefill", 1, USUAL_CONTEXT),
+    (_KV, "decode", 1, USUAL_CONTEXT),
+    (_V4, "decode", 128, USUAL_CONTEXT),
+    (f"{_V4} v3/mla v3/mla/tp8 v4-flash/index", "decode", USUAL_BATCH, USUAL_CONTEXT),
+    ("v4-flash/csa v4-flash/hca v4-flash/index v3/mla", "prefill", 1, USUAL_CONTEXT),
+    ("v4-flash/hca v4-flash/index", "decode", USUAL_BATCH, LONGEST_CONTEXT),
+    ("v4-flash/csa", "decode", 1, USUAL_CONTEXT),
+    ("v4-flash/sliding", "decode", 128, USUAL_CONTEXT),
+)
+
+
+def case_of(name: str, phase: str, batch: int, context: int) -> Case:
     """The case of a named shape, or of the share of one ("v3/mla/tp8")."""
     whole, _, devices = name.partition("/tp")
     shape = (SHAPES | LATENT_SHAPES)[whole]
@@ -315,32 +331,19 @@ def case_of(name: str, phase: str, batch: int, context: int = USUAL_CONTEXT) -> 
     return Case(share, phase, batch, context)
 
 
-def attention_headline() -> list[Case]:
-    """The main cases of attention over keys and values, most important first."""
-    names = ("gemma-4-31b/global", "gemma-4-31b/local", "llama-3-70b", "gpt-oss-120b/full")
-    loads = (("decode", USUAL_BATCH), ("prefill", 1), ("decode", 1))
-    return [case_of(name, *load) for load in loads for name in names]
+def main_cases(kind: type = object) -> list[Case]:
+    """The cases of `MAIN` in order.
 
-
-def latent_headline() -> list[Case]:
-    """The main cases of the latent operators, most important first."""
-    names = ("v4-flash/csa", "v4-pro/csa", "v4-flash/csa/tp8", "v4-flash/hca")
-    usual = (*names, "v3/mla", "v3/mla/tp8", "v4-flash/index")
-    chunks = ("v4-flash/csa", "v4-flash/hca", "v4-flash/index", "v3/mla")
-    longest = ("v4-flash/hca", "v4-flash/index")
-    return [
-        *(case_of(name, "decode", 128) for name in names),
-        *(case_of(name, "decode", USUAL_BATCH) for name in usual),
-        *(case_of(name, "prefill", 1) for name in chunks),
-        *(case_of(name, "decode", USUAL_BATCH, LONGEST_CONTEXT) for name in longest),
-        case_of("v4-flash/csa", "decode", 1),
-        case_of("v4-flash/sliding", "decode", 128),
-    ]
+    Args:
+        kind: type of their shapes; default: all.
+    """
+    cases = [case_of(name, *load) for names, *load in MAIN for name in names.split()]
+    return [case for case in cases if isinstance(case.shape, kind)]
 
 
 def all_cases() -> list[Case]:
-    """Every case once, headline first; cases whose cache is too large are left out."""
-    found = [*attention_headline(), *latent_headline()]
+    """Every case once, the main ones first; cases whose cache is too large are left out."""
+    found = main_cases()
     for shape in (*SHAPES.values(), *LATENT_SHAPES.values()):
         found += _variants(shape)
     return [case for case in dict.fromkeys(found) if case.cache_bytes <= MAX_CACHE_BYTES]

@@ -41,7 +41,7 @@ from quire.models.device import find_device
 from ..cases import shapes
 from ..cases.expected import expect
 from ..cases.problem import Problem, make_problem
-from ..cases.shapes import Case
+from ..cases.shapes import AttentionShape, Case, LatentShape
 from ..common.floors import device_rates
 from ..common.results import aligned, describe_machine, one_line, write_json
 from ..common.timing import time_checked
@@ -51,9 +51,9 @@ from ..peers.peer import Peer, Unsupported
 
 SCHEMA = 1
 SETS: dict[str, Callable[[], list[Case]]] = {
-    "headline": lambda: [*shapes.attention_headline(), *shapes.latent_headline()],
-    "attention": shapes.attention_headline,
-    "latents": shapes.latent_headline,
+    "headline": shapes.main_cases,
+    "attention": lambda: shapes.main_cases(AttentionShape),
+    "latents": lambda: shapes.main_cases(LatentShape),
     "all": shapes.all_cases,
     "tiny": shapes.tiny_cases,
     "tiny-latents": shapes.tiny_latent_cases,
