@@ -121,12 +121,8 @@ def write_tokenizer(path, kind):
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         steps += [decoders.Strip(" ", 1, 0)] * (kind == "llama")
         decoder = decoders.Sequence(steps)
-        if kind in ("metaspace", "unigram"):
-            decoder = decoders.Metaspace()
     ids = {token: i for i, token in enumerate(vocabulary)}
-    if kind == "unigram":
-        model = tokenizers.models.Unigram([(token, 0.0) for token in vocabulary], 0, False)
-    elif kind == "wordpiece":
+    if kind == "wordpiece":
         model = tokenizers.models.WordPiece(ids, unk_token=special[0])
     else:
         model = tokenizers.models.BPE(ids, [], byte_fallback=kind != "byte-level")
@@ -153,11 +149,10 @@ def byte_tokens(kind):
     return found
 
 
-NUM_LISTS = 1500
-KINDS = ["gemma", "llama", "metaspace", "byte-level", "unigram", "wordpiece"]
+NUM_LISTS = 700
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gemma", "llama", "byte-level", "wordpiece"])
 def test_a_stream_with_special_tokens_is_one_decode(tmp_path, kind):
     """Lists of ids, special ones among them, characters in bytes: text, pieces, and where a stop string ends it."""
     tokenizer, vocabulary = write_tokenizer(tmp_path, kind)
