@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.bench.common.hf_checkpoint import to_hf
-from quire.models.config.named import get_config
+from tests.support.models.few import few
 
 TINY = (
     "gemma3-tiny",
@@ -52,7 +52,7 @@ def oracle():
 @pytest.fixture(scope="session", params=PARITY)
 def parity(request, oracle, tmp_path_factory) -> Parity:
     seed, config = [*PARITY].index(request.param), PARITY[request.param]
-    theirs = oracle.make(config or to_hf(get_config(request.param)), seed + 20)
+    theirs = oracle.make(config or to_hf(few(request.param)), seed + 20)
     directory = tmp_path_factory.mktemp("parity")
     theirs.save_pretrained(directory)
     generator = torch.Generator().manual_seed(seed)

@@ -11,10 +11,7 @@ import torch
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.config import CSA, HCA, MOE, SLIDING
 from quire.models.deepseek_v4.mtp import MTPDrafter
-from quire.models.engine.engine import Engine, EngineConfig
-from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
-from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
@@ -143,22 +140,6 @@ def test_outputs_do_not_depend_on_drafts(model, plain, name):
     assert totals.num_drafts > 0
     if name == "mtp, right now and then":
         assert 10 < totals.num_accepted < totals.num_drafts
-
-
-def test_named_configuration_and_its_memory(model, monkeypatch):
-    monkeypatch.setattr("quire.models.engine.memory.CPU_CACHE_BYTES", 2**20)
-    llm = LLM("deepseek-v4-tiny", device="cpu", engine=EngineConfig(max_num_seqs=5))  # fmt: skip
-    [output] = llm.generate(["Once"], SamplingParams(max_tokens=4), progress=False)
-    assert isinstance(output.text, str) and output.num_cached_tokens == 0
-    memory, pool = llm.engine.memory, llm.engine.pool
-    rings = sum(4 * ring.numel() for ring in pool.rings)
-    assert memory.fixed_bytes == rings > 0
-    assert memory.page_bytes == pool.data.shape[1] and len(pool.data) == memory.num_pages
-    assert 2**20 - memory.page_bytes < rings + memory.cache_bytes <= 2**20
-    assert "besides" in memory.describe()
-    assert len({group.lookahead for group in memory.groups}) == 1
-    with_drafter = Engine(model, EngineConfig(num_pages=50), drafter=MTPDrafter(model)).memory
-    assert max(group.lookahead for group in with_drafter.groups) == 1
 
 
 def test_what_is_refused(model):

@@ -8,7 +8,6 @@ from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.models.deepseek_v4.test_engine import V4Recorder
-from tests.models.engine.test_engine import prompt
 from tests.support.models.tolerance import tolerance
 
 
@@ -37,37 +36,6 @@ def test_logits_err_by_the_quantization(model, oracle, cold):
         assert (run.outputs[request_id].num_cached_tokens > 0) == (length == 140)
         error = torch.stack(run.logits[request_id]) - oracle.logits[length - 1 : end - 1]
         assert 10 * tolerance(model) < error.pow(2).mean().sqrt() < 0.25 * oracle.logits.std()
-
-
-def test_a_hit_and_a_resumed_request_are_bit_equal_to_cold_ones(model):
-    """Only if chunks fall on the same rows."""
-    tokens = prompt(57, 4)
-
-    def run(**settings):
-        settings = {
-            "max_num_batched_tokens": 16,
-            "max_num_seqs": 1,
-            "retention": "dense",
-        } | settings
-        return V4Recorder(model, kv_cache_dtype="fp8", **settings)
-
-    cold = run(enable_caching=False)
-    first = cold.add(tokens, 6)
-    cold.run()
-    warm = run()
-    again = [warm.add(tokens, 6), warm.add(tokens, 6)]
-    warm.run()
-    assert [warm.outputs[i].num_cached_tokens for i in again] == [0, 48]
-    disturbed = run()
-    preempted = disturbed.add(tokens, 6)
-    disturbed.run(max_steps=3)
-    [request] = disturbed.engine.scheduler.running
-    disturbed.engine.scheduler._requeue([request])
-    disturbed.run()
-    assert disturbed.reports[3].q_lens.tolist() == [9], "from the boundary at 48"
-    expected = torch.stack(cold.logits[first])
-    for other, request_id in [(warm, again[0]), (warm, again[1]), (disturbed, preempted)]:
-        assert torch.equal(torch.stack(other.logits[request_id]), expected)
 
 
 def test_other_head_sizes_and_fp16_are_refused():

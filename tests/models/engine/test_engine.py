@@ -15,14 +15,11 @@ from quire.models.engine.request import SamplingParams
 from quire.models.engine.sampler import Sampled
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
-from tests.support.models.few import few
 from tests.support.models.tolerance import tolerance
 
 DEVICE = (
     "cuda" if torch.cuda.is_available() else "cpu"
 )  # with a GPU, all of this runs on the Triton kernels
-NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-small")
-OTHERS = ("gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny")
 
 
 class Recorder:
@@ -103,51 +100,8 @@ def prompt(length, seed=0):
     return torch.randint(3, 259, (length,), generator=generator).tolist()
 
 
-@pytest.fixture(scope="module", params=NAMES + OTHERS)
-def model(request):
-    return random_model(few(request.param), device=DEVICE)
-
-
 def build(name):
     return random_model(get_config(name), device=DEVICE)
-
-
-@pytest.mark.parametrize(
-    ("model", "retention"),
-    [
-        ("gemma3-tiny", "latest"),
-        ("gemma3-tiny", "dense"),
-        ("gemma3-tiny", 64),
-        ("gemma4-tiny", 64),
-        ("gemma4-small", "latest"),
-        *((name, "auto") for name in OTHERS),
-    ],
-    indirect=["model"],
-)
-def test_ragged_requests_equal_each_alone(model, retention):
-    run = Recorder(model, retention=retention)
-    lengths = (1, 15, 16, 17, 47, 48, 49, 140, 31)
-    ids = [run.add(prompt(n, seed=n), max_tokens=3 + n % 20) for n in lengths]
-    run.run()
-    for request_id, n in zip(ids, lengths, strict=True):
-        output = run.check(request_id)
-        assert len(output.token_ids) == 3 + n % 20 and output.finish_reason == "length"
-    assert run.engine.kv.stats()["pages_in_use"] == 0
-    assert any(r.num_decodes and r.num_prefills for r in run.reports)  # mixed steps happened
-
-
-def test_outputs_say_what_limited_their_hit():
-    """As seen on admission: the second request came before the first had cached anything."""
-    run = Recorder(build("gemma3-tiny"), max_num_seqs=1)
-    ids = [run.add(prompt(100)), run.add([*prompt(100), 9]), run.add(prompt(40) + [5] * 40)]
-    waiting = run.add(prompt(100, seed=1))
-    run.run(max_steps=1)
-    never = run.engine.abort(waiting)
-    assert (never.num_cached_tokens, never.limited_by, never.token_ids) == (0, "", ())
-    run.run()
-    outputs = [run.outputs[i] for i in ids]
-    assert [o.limited_by for o in outputs] == ["not-cached", "prompt-end", "resume-point"]
-    assert [o.num_cached_tokens for o in outputs] == [0, 96, 0]
 
 
 def test_reports_tell_the_lengths_of_each_sequence():
@@ -158,39 +112,6 @@ def test_reports_tell_the_lengths_of_each_sequence():
     assert lengths == [([10, 30], [10, 30]), ([1, 39], [31, 49]), ([1], [50])]
     output = run.outputs["0"]
     assert output.ttft > 0 and len(output.itl) == 1 and min(output.itl) > 0
-
-
-@pytest.mark.parametrize("model", NAMES, indirect=True)
-def test_a_hit_is_bit_equal_where_chunks_fall_on_the_same_rows(model):
-    """Cut where the hit ends, the cold run's last chunk and the hit's only chunk do the same arithmetic."""
-    alignment = Recorder(model).engine.kv.alignment
-    tokens = prompt(2 * alignment + 9)
-    run = Recorder(model, max_num_batched_tokens=2 * alignment, max_num_seqs=1)
-    cold, hit = run.add(tokens, 1), run.add(tokens, 1)
-    run.run()
-    assert run.outputs[hit].num_cached_tokens == 2 * alignment
-    assert torch.equal(run.logits[cold][0], run.logits[hit][0])
-
-
-@pytest.mark.parametrize(
-    ("name", "num_pages", "retention"),
-    [
-        ("gemma3-tiny", 16, "latest"),
-        ("gemma4-tiny", 12, 32),
-    ],
-)
-def test_what_a_pool_accepts_it_can_run(name, num_pages, retention):
-    """Each request as long as the pool allows, alone and beside others, in chunks that keep many boundaries."""
-    run = Recorder(build(name), num_pages=num_pages, retention=retention)
-    longest = run.engine.max_model_len
-    assert 32 <= longest < 200
-    lengths = (longest - 1, longest - 20, 5, longest - 9)
-    ids = [run.add(prompt(n, seed=n), max_tokens=40) for n in lengths]
-    run.run()
-    for request_id, n in zip(ids, lengths, strict=True):
-        assert len(run.check(request_id).token_ids) == min(40, longest - n)
-    with pytest.raises(ValueError, match=rf"prompt_token_ids: expected 1\.\.{longest - 1} ids"):
-        run.add(prompt(longest))
 
 
 def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
@@ -237,26 +158,6 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
         assert report.outside_model(step.cpu) == pytest.approx(outside)
     engine.add_request(prompt(20))
     assert engine.totals.hashing == 2 and engine.totals.total == sum(s.total for s in steps)
-
-
-def test_stop_conditions():
-    model = build("gemma3-tiny")
-    run = Recorder(model, max_model_len=64)
-    tokens = prompt(40)
-
-    def finish(**params):
-        request_id = run.engine.add_request(tokens, SamplingParams(**params))
-        output = run.run()[request_id]
-        return output.token_ids, output.finish_reason
-
-    greedy, reason = finish(max_tokens=1000, ignore_eos=True)
-    assert reason == "length" and len(greedy) == 64 - 40  # the longest sequence
-    stop = greedy[5]
-    first = greedy.index(stop) + 1
-    assert finish(max_tokens=20, stop_token_ids=(stop,)) == (greedy[:first], "stop")
-    model.config = replace(model.config, eos_token_ids=(stop, 1))
-    assert finish(max_tokens=20) == (greedy[:first], "stop")
-    assert finish(max_tokens=20, ignore_eos=True) == (greedy[:20], "length")
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -41,8 +41,7 @@ def check(model, output, top=TOP):
     return output
 
 
-@pytest.mark.parametrize("budget", [17, 500])
-@pytest.mark.parametrize("max_rows", [5, 400])
+@pytest.mark.parametrize(("budget", "max_rows"), [(17, 400), (500, 5)])
 def test_in_chunks_beside_others_and_where_a_hit_was_possible(model, budget, max_rows, monkeypatch):
     monkeypatch.setattr(memory, "MAX_PROMPT_LOGITS", max_rows * model.config.vocab_size + 3)
     run = Recorder(model, max_num_batched_tokens=budget)
@@ -84,7 +83,11 @@ def test_samples_share_them(model):
         assert (output.num_cached_tokens > 0) == (output.sample > 0)
 
 
-@pytest.mark.parametrize("after", [1, 2, 4, 7])
+@pytest.mark.parametrize(
+    ("model", "after"),
+    [("gemma3-tiny", 1), ("gemma4-tiny", 2), ("gemma4-e-tiny", 4), ("deepseek-v4-tiny", 7)],
+    indirect=["model"],
+)
 def test_what_is_known_survives_a_preemption(model, after):
     """Rows are scored once, though a preempted request finds less than it had, or more than was scored."""
     run = Recorder(model, max_num_batched_tokens=20)

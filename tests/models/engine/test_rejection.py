@@ -7,6 +7,7 @@ right program exceeds with a probability of 1e-4; seeds are fixed.
 
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -18,7 +19,7 @@ from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.sampler import DRAFT, draw, uniform
 from tests.models.engine.test_sampling import plain_probabilities
-from tests.support.models.toy import ToyModel
+from tests.support.models.toy import ToyModel, finish
 
 V = 4  # tokens of the chain
 Z = 3.719  # a standard normal exceeds it with a probability of 1e-4
@@ -38,6 +39,7 @@ class Chain(ToyModel):
     def forward(
         self, input_ids, positions, attn, pool, *, logits_rows=None, impl=None, return_hidden=False
     ):
+        assert (input_ids >= 0).all()  # no place of a draft that only the device knows
         logits = self.table[input_ids if logits_rows is None else input_ids[logits_rows]]
         return (logits, input_ids) if return_hidden else logits
 
@@ -81,8 +83,9 @@ class OfModel(DeviceDrafter):
         super().__init__(model, max_draft_tokens)
         self.table = table
 
-    def observe(self, batch, hidden, *arrays):
-        self._receive(*arrays)
+    def observe(self, batch, hidden, next_ids, *arrays):
+        assert (next_ids >= 0).all()
+        self._receive(next_ids, *arrays)
 
     def _drafts(self, request_slots, seq_lens, block_tables, *, num_drafts, max_seq_len, choose):
         tokens = [self._newest[request_slots]]
@@ -125,18 +128,16 @@ def probability(table, params, output):
 
 
 def run(model, drafter, params, *, num_tokens, num_outputs, method="standard", **more):
-    """(outputs in the order of their seeds, drafts, accepted drafts)."""
+    """(outputs in the order of their seeds, drafts, accepted drafts). params: of all, or a list for requests in turn."""
     settings = {"max_num_seqs": 200, "max_num_batched_tokens": 4000, "num_pages": 3000} | more
     engine = Engine(
         model, EngineConfig(rejection_sample_method=method, **settings), drafter=drafter
     )
-    fields = vars(params) | {"max_tokens": num_tokens, "ignore_eos": True}
+    params = params if isinstance(params, list) else [params]
     for seed in range(num_outputs):
-        engine.add_request(PROMPT, SamplingParams(**fields | {"seed": seed}), request_id=str(seed))
-    outputs = {}
-    while engine.has_work:
-        for output in engine.step().finished:
-            outputs[int(output.request_id)] = output.token_ids
+        own = replace(params[seed % len(params)], max_tokens=num_tokens, ignore_eos=True, seed=seed)
+        engine.add_request(PROMPT, own, request_id=str(seed))
+    outputs = {int(output.request_id): output.token_ids for output in finish(engine)}
     totals = engine.totals
     return [outputs[i] for i in range(num_outputs)], totals.num_drafts, totals.num_accepted
 
@@ -187,5 +188,18 @@ def test_the_same_seeds_and_drafts_give_the_same_outputs(name):
     assert outputs("good", "standard", max_num_seqs=7) == together
     plain = outputs(None, "standard")
     assert together != plain and len(set(together)) > 20
-    for kind in ("good", "bad", "guess, good"):
+    for kind in ("good", "bad", "of the model", "guess, good"):
         assert outputs(kind, "strict") == plain
+
+
+@pytest.mark.parametrize("kind", ["bad", "of the model"])
+def test_greedy_outputs_do_not_depend_on_drafts(kind):
+    """Beside sampled requests, whose drafts are drawn."""
+    model, penalty = Chain(), PARAMS["penalty"]
+    params = [SamplingParams(), replace(penalty, temperature=0.0), penalty]
+    settings = {"num_tokens": 40, "num_outputs": 12}
+    plain, _, _ = run(model, None, params, **settings)
+    outputs, drafts, accepted = run(model, drafter(kind, model, penalty, 3), params, **settings)
+    assert 0 < accepted < drafts
+    for i in (0, 1):
+        assert outputs[i::3] == plain[i::3]

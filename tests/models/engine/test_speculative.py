@@ -1,15 +1,9 @@
 """Speculation: n-gram drafts, what stays of them, rejection sampling, and outputs that do not show it."""
 
-import random
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
-from quire.models.engine.device_drafter import DeviceDrafter
-from quire.models.engine.engine import Engine, EngineConfig
-from quire.models.engine.request import SamplingParams
 from quire.models.engine.sampler import (
     ACCEPT,
     RESAMPLE,
@@ -18,9 +12,6 @@ from quire.models.engine.sampler import (
 )
 from quire.models.engine.speculative import NGramDrafter
 from tests.models.engine.test_engine import Recorder, build
-from tests.models.engine.test_engine_many import alone, workload
-from tests.support.models.drafters import Oracle
-from tests.support.models.toy import VOCAB, ToyModel, finish
 
 
 def plain_lookup(tokens, max_ngram, min_ngram, k):
@@ -73,58 +64,6 @@ def test_rejection_sampling_gives_the_targets_distribution(kind):
     assert ((counts - expected)[alive] ** 2 / expected[alive]).sum() < 34
     rate = torch.minimum(p, q).sum().item()
     assert abs((ids == drafts).double().mean().item() - rate) < 4 * (0.25 / n) ** 0.5
-
-
-class DeviceOracle(DeviceDrafter):
-    """A drafter of the model: drafts stay on the device, equally many for each request."""
-
-    def __init__(self, oracle):
-        self.oracle, self.max_draft_tokens, self.sender = oracle, oracle.max_draft_tokens, None
-
-    def attach(self, pool, builder, **_):
-        pass
-
-    def observe(self, batch, hidden, next_ids, last_rows, slots):
-        assert (batch.input_ids >= 0).all() and (next_ids >= 0).all()
-
-    def propose(self, requests):
-        rows = torch.full((len(requests), self.max_draft_tokens), 3)
-        for row, drafts in zip(rows, self.oracle.propose(requests), strict=True):
-            row[: len(drafts)] = torch.from_numpy(drafts)
-        return rows
-
-    def sample(self, requests):
-        return self.propose(requests), [None] * len(requests)
-
-
-@pytest.mark.parametrize("method", ["strict", "standard"])
-def test_drafts_that_only_the_device_knows(method):
-    """Penalties count them, rejection sampling verifies them, and the host learns them with the tokens."""
-
-    class Model(ToyModel):
-        def forward(self, *args, return_hidden=False, **more):
-            logits = super().forward(*args, **more)
-            return (logits, logits) if return_hidden else logits
-
-    rng = random.Random(3)
-    config = EngineConfig(
-        max_num_seqs=8, max_num_batched_tokens=48, num_pages=60, rejection_sample_method=method
-    )
-    work = [(tokens, params) for tokens, params, _ in workload(rng, 30, VOCAB, 150)]
-    if method == "standard":  # other draws than those of `alone`
-        work = [(tokens, replace(params, temperature=0.0)) for tokens, params in work]
-    expected = {str(i): alone(ToyModel(), *one) for i, one in enumerate(work)}
-    drafter = DeviceOracle(Oracle(expected, 3))
-    engine, outputs = Engine(Model(), config, drafter=drafter), {}
-    for i, (tokens, params) in enumerate(work):
-        engine.add_request(tokens, params, request_id=str(i))
-    if method == "standard":
-        engine.add_request([5] * 9, SamplingParams(40, temperature=0.9, seed=1), request_id="drawn")
-    outputs |= {o.request_id: o for o in finish(engine)}
-    assert {key: outputs[key].token_ids for key in expected} == expected
-    assert sum(len(t) for t in expected.values()) > 300
-    assert 50 < engine.totals.num_accepted < engine.totals.num_drafts
-    assert any(p.repetition_penalty != 1 and outputs[str(i)].num_accepted for i, (_, p) in enumerate(work))  # fmt: skip
 
 
 def test_drafts_leave_room_for_the_longest_sequence():

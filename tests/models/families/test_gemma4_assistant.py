@@ -129,6 +129,9 @@ def test_drafts_are_those_of_transformers(target, assistant):
         assert drafts == oracle(target[0], assistant[0], tokens)[: len(drafts)]
 
 
+@pytest.mark.parametrize(
+    ("target", "assistant"), [("own keys", False), ("shared keys", True)], indirect=True
+)
 def test_a_preempted_request_drafts_as_before(target, assistant):
     run, drafter = make(target, assistant, num_pages=30, max_model_len=75)
     ids = [run.add(prompt(41 + n, n), 30) for n in range(6)]

@@ -59,22 +59,3 @@ def test_pages_with_one_scale_a_tensor_are_half_of_bf16(model, monkeypatch):
     monkeypatch.setattr(model, "kv_scales", [(1.0, 1.0)])
     with pytest.raises(ValueError, match=f"kv_scales: expected {config.num_layers} pairs, got 1"):
         model_cache(model, kv_cache_dtype="fp8_per_tensor")
-
-
-def test_a_hit_is_bit_equal_where_chunks_fall_on_the_same_rows(model):
-    """A prompt cut where the hit ends: the hit reads quantized values that the cold run wrote, or would have."""
-    alignment = Recorder(model).engine.kv.alignment
-    tokens = prompt(2 * alignment + 9)
-    settings = dict(kv_cache_dtype="fp8", max_num_batched_tokens=2 * alignment, max_num_seqs=1)
-    run = Recorder(model, **settings)
-    cold, hit = run.add(tokens, 6), run.add(tokens, 6)
-    run.run()
-    assert run.outputs[cold].num_cached_tokens == 0
-    assert run.outputs[hit].num_cached_tokens == 2 * alignment
-    off = Recorder(model, enable_caching=False, **settings)
-    uncached = off.add(tokens, 6)
-    off.run()
-    for one, two, three in zip(
-        run.logits[cold], run.logits[hit], off.logits[uncached], strict=True
-    ):
-        assert torch.equal(one, two) and torch.equal(one, three)

@@ -7,7 +7,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-import transformers
+
+from . import oracle
 
 SHAPE = {
     "vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7,
@@ -127,28 +128,21 @@ def k_blocks(kind: str, shape: torch.Size) -> tuple[np.ndarray, np.ndarray]:
 
 def make(case: str, kind: str = "F32"):
     """A random model of transformers, wide enough for the blocks of a kind."""
-    torch.manual_seed(0)
-    sizes = SHAPE
+    config = SHAPE
     if kind.endswith("_K"):
-        sizes = SHAPE | {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8}
+        config = SHAPE | {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8}
     if case.startswith("llama"):
         rope = LLAMA3 if case == "llama-rope" else {"rope_type": "default", "rope_theta": 5e4}
-        config = transformers.LlamaConfig(
-            **sizes, rope_parameters=rope, tie_word_embeddings=case == "llama-tied"
-        )
+        config = config | {"model_type": "llama", "tie_word_embeddings": case == "llama-tied"}
     else:
-        full = (
-            {"rope_type": "default"} if case == "gemma3" else {"rope_type": "linear", "factor": 8.0}
-        )
-        config = transformers.Gemma3TextConfig(
-            **sizes, sliding_window=16, query_pre_attn_scalar=32,
-            rope_parameters={
-                "full_attention": {"rope_theta": 1e6} | full,
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
-        )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for name, weight in model.named_parameters():
-        if name.endswith("norm.weight"):
-            torch.nn.init.normal_(weight, mean=0.0 if "gemma" in case else 1.0, std=0.3)
-    return model
+        scaling = {"rope_type": "linear", "factor": 8.0} if "linear" in case else {}
+        rope = {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6} | scaling,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+        config = config | {
+            "model_type": "gemma3_text",
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 32,
+        }
+    return oracle.make(config | {"rope_parameters": rope}, 0)

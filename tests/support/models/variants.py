@@ -1,11 +1,8 @@
-"""Kernels that a session of the engine would compile on a GPU, and when: ``python -m tests.support.models.variants NAME STEPS [EXPERTS]``, without a GPU.
+"""Kernels that a session of the engine would compile on a GPU, and when, without a GPU, in a process that does not interpret Triton.
 
-Triton's own launcher specialises each launch, for a driver that says it is sm_90; a hook refuses the compilation, so nothing runs. Prints
-one JSON object: {"start": kernels that a start compiles, "later": [[step, kernel, what it was compiled for]]}.
+Triton's own launcher specialises each launch, for a driver that says it is sm_90; a hook refuses the compilation, so nothing runs.
 """
 
-import json
-import os
 import random
 import sys
 from dataclasses import replace
@@ -87,6 +84,9 @@ def session(name, steps, experts=None):
     """Variants compiled at start, and those of a session of varied requests with the step that met them first.
 
     experts: how those of DeepSeek-V4 are packed; None = not.
+
+    Returns:
+        {"start": kernels that a start compiles, "later": [[step, kernel, what it was compiled for]]}.
     """
     from quire.models.engine import graphs
     from quire.models.engine.engine import Engine, EngineConfig
@@ -127,8 +127,3 @@ def session(name, steps, experts=None):
         later += [(step, *variant) for variant in found[start + len(later) :]]
     assert engine.totals.num_drafts > 0 and count > 10
     return {"start": [name for name, _ in found[:start]], "later": later}
-
-
-if __name__ == "__main__":
-    assert not os.environ.get("TRITON_INTERPRET")
-    print(json.dumps(session(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])))
