@@ -226,7 +226,7 @@ class PagedLatentAttend:
     def _entries(self) -> tuple[Tensor, dict[int, Tensor]]:
         """Table of entries with the blocks of this step; by ratio, the slots of tokens' entries."""
         attn, plan, config = self.attn, self.pool.plan, self.pool.config
-        group = plan.index(COMPRESSED)
+        group = plan.index[COMPRESSED]
         slots, table = attn.slot_mappings[group], attn.block_tables[group]
         block_size, num_tokens = plan.groups[group].block_size, len(slots)
         q_lens = attn.cu_seqlens_q.diff().long()
@@ -242,7 +242,7 @@ class PagedLatentAttend:
 
     @cached_property
     def _copies(self) -> OverlapCopies:
-        attn, pool, group = self.attn, self.pool, self.pool.plan.index(OVERLAP)
+        attn, pool, group = self.attn, self.pool, self.pool.plan.index[OVERLAP]
         block_size, ratio = pool.plan.groups[group].block_size, pool.config.csa_ratio
         slots, table = attn.slot_mappings[group], attn.block_tables[group]
         ends = attn.seq_lens.long()

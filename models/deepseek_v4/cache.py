@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -68,12 +69,10 @@ class CachePlan:
     groups: tuple[GroupSpec, ...]
     layers: tuple[LatentPlacement, ...]
 
-    def index(self, name: str) -> int:
-        """Index of the group of that name; ValueError where the model has none."""
-        for i, group in enumerate(self.groups):
-            if group.name == name:
-                return i
-        raise ValueError(f"name: expected a group of {self.groups}, got {name!r}")
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Index of each group, by its name."""
+        return {group.name: i for i, group in enumerate(self.groups)}
 
 
 def plan_cache(config: DeepseekV4Config, fmt: CacheFormat, *, drafters: bool = True) -> CachePlan:
@@ -225,7 +224,7 @@ class V4PagePool:
         ratio = config.compress_ratio(layer)
         if ratio is None:
             return LatentLayerCache(window, place.window_group)
-        num_entries = plan.groups[plan.index(COMPRESSED)].block_size // ratio  # of a page
+        num_entries = plan.groups[plan.index[COMPRESSED]].block_size // ratio  # of a page
         entries = self._latents(place.compressed, num_entries)
         if place.index_keys is None:
             ring = self._ring(self.hca_ring_size, config.head_dim)
