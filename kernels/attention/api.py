@@ -20,13 +20,6 @@ from ..common import checks
 from ..common.checks import MODEL_DTYPES, expect_apart, expect_int, expect_tensor
 from .tiles import plan_decode
 
-# Arguments that torch's own attention can serve; with any other one `torch_impl` computes scores.
-PLAIN_ARGUMENTS = {
-    "q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q", "k", "v",
-    "context_only", "k_scale", "v_scale", "max_seq_len", "num_decodes", "softmax_scale", "out",
-    "workspace", "sliding_window",
-}  # fmt: skip
-
 
 @dataclass(eq=False)
 class AttentionCall:
@@ -58,11 +51,6 @@ class AttentionCall:
     def paged_context(self) -> bool:
         """True if the pages hold only the keys before the step."""
         return self.k is not None or self.context_only
-
-    @property
-    def is_plain(self) -> bool:
-        """True if all given arguments are among `PLAIN_ARGUMENTS`."""
-        return all(value is None or name in PLAIN_ARGUMENTS for name, value in vars(self).items())
 
     @property
     def num_seqs(self) -> int:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from quire.kernels import merge_partials, paged_attention
-from quire.kernels.attention.api import AttentionCall
 from tests.support.forked import forked, printed
 from tests.support.helpers import DEVICE, AttentionCase, make_batch
 
@@ -87,14 +86,6 @@ def test_unsupported_head_dim_names_the_supported():
         paged_attention(**arguments, impl="triton")
     with pytest.raises(NotImplementedError, match="partial_out: head_dim 24"):
         merge_partials(zeros(2, 3, 4, 24), zeros(2, 4, 3))
-
-
-@pytest.mark.parametrize("name", ["softcap", "sinks", "lse", "argument_of_a_new_variant"])
-def test_torch_computes_scores_for_arguments_that_plain_attention_does_not_have(name):
-    call = AttentionCall(**make_batch(AttentionCase("", [20, 9], [1, 5], sliding_window=8)))
-    assert call.is_plain
-    setattr(call, name, zeros(4))
-    assert not call.is_plain
 
 
 def test_the_torch_implementations_need_no_triton():
