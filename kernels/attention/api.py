@@ -302,20 +302,9 @@ def workspace_numel(
 
 def _check_and_attend(call: AttentionCall, impl: str | None) -> torch.Tensor:
     """Check a call, fill in its defaults, and compute it."""
-    chosen = checks.implementation(impl, call.q)
-    # Its bound differs from step to step, and says nothing of the tensors.
-    values = vars(call) | {"max_seq_len": None}
-    checks.check_once(check_attention, call, values=values.values())
-    if call.max_seq_len is not None:
-        expect_int("max_seq_len", call.max_seq_len, 0)
-    q = call.q
-    call.num_decodes = checks.decodes_of(call.num_decodes, call.num_seqs, call.max_seqlen_q)
-    if call.softmax_scale is None:
-        call.softmax_scale = q.shape[2] ** -0.5
-    if call.sliding_window is not None:
-        call.sliding_window = min(call.sliding_window, checks.MAX_TOKENS)
+    chosen = checks.complete(call, check_attention, impl)
     if call.out is None:
-        call.out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        call.out = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     if chosen == "torch":  # reads lengths and page ids, and checks them
         from .torch_impl import attend_in_torch as attend
     else:

@@ -219,8 +219,8 @@ def _lowest(window: int | None, context: int) -> int:
 
 
 def _hidden(mask: torch.Tensor) -> torch.Tensor:
-    """-inf where a mask [L, n] or [B, L, n] is true, else 0. (On a CPU torch adds a tensor that is
-    broadcast several times as fast as it fills by a mask.)"""
+    """[B, 1, 1, L, n]: -inf where a mask [L, n] or [B, L, n] is true, else 0. On a CPU an addition
+    of it takes a fraction of the time of a fill by the mask."""
     mask = mask.view(-1, 1, 1, *mask.shape[-2:])
     return torch.zeros(mask.shape).masked_fill_(mask, -torch.inf)
 
@@ -233,11 +233,8 @@ def _rows(
 ) -> torch.Tensor:
     """Keys or values of a batch, [B, num_kv_heads, S, head_dim]."""
     if new is not None and not batch.page.numel():
-        return (
-            new[batch.tokens]
-            .to(new.dtype if scale is None else torch.float32)
-            .transpose(0, 1)[None]
-        )
+        rows = new[batch.tokens].to(new.dtype if scale is None else torch.float32)
+        return rows.transpose(0, 1)[None]
     rows = _pages(pages, scale, batch.page)
     flat = rows.flatten(0, 2)
     if new is not None:

@@ -258,6 +258,21 @@ def decodes_of(num_decodes: int | None, num_seqs: int, max_seqlen_q: int) -> int
     return num_decodes
 
 
+def complete(call: Any, check: Callable[[Any], None], impl: str | None) -> str:
+    """Check the arguments of a call of attention (`check_once`) and fill in defaults; returns the
+    name of the implementation."""
+    chosen = implementation(impl, call.q)
+    # The bound differs from step to step, and says nothing of the tensors.
+    check_once(check, call, values=(vars(call) | {"max_seq_len": None}).values())
+    if call.max_seq_len is not None:
+        expect_int("max_seq_len", call.max_seq_len, 0)
+    call.num_decodes = decodes_of(call.num_decodes, call.num_seqs, call.max_seqlen_q)
+    call.softmax_scale = softmax_factor(call.softmax_scale, call.q.shape[2])
+    if call.sliding_window is not None:
+        call.sliding_window = min(call.sliding_window, MAX_TOKENS)
+    return chosen
+
+
 def expect_head_dim(name: str, head_dim: int) -> None:
     """Require a head dimension of the Triton kernels; NotImplementedError otherwise."""
     if head_dim not in HEAD_DIMS:

@@ -7,7 +7,7 @@ import torch
 from ..common import checks
 from ..common.latent_pages import LatentPages, RowPages
 from ..common.tile_shapes import MAX_ROWS
-from .call import LatentCall, check_batch, check_latent_pages, check_values, longest_of
+from .call import LatentCall, check_latent_pages, check_values
 
 MLA_SCORE_DIMS = (16, 32, 64, 128)
 
@@ -63,34 +63,13 @@ def mla_attention(
 
     Source: DeepSeek-V2 (arXiv 2405.04434) 2.1, decoupled RoPE and absorbed projections.
     """
-    chosen = checks.implementation(impl, q)
-    checks.expect_tensor("q", q, (None, None, None), checks.MODEL_DTYPES)
-    num_tokens, num_heads, head_dim = q.shape
-    checks.expect_int("q: num_heads", num_heads, 1)
-    checks.expect_int("head_dim_v", head_dim_v, 1)
-    checks.expect_head_dim("head_dim_v", head_dim_v)
-    if head_dim - head_dim_v not in MLA_SCORE_DIMS:
-        raise NotImplementedError(
-            f"q: head_dim {head_dim} is not head_dim_v {head_dim_v} and one of "
-            f"{list(MLA_SCORE_DIMS)} more"
-        )
-    checks.expect_tensor("pages", pages, (None, None, head_dim), q.dtype, device=q.device)
-    for axis, what in ((0, "num_pages"), (1, "block_size")):
-        checks.expect_int(f"pages: {what}", pages.shape[axis], 1)
-    checks.expect_short_pages("pages", pages)
-    check_batch(q, seq_lens, cu_seqlens_q, max_seqlen_q, max_seq_len, num_decodes, kv)
-    checks.check_outputs(num_heads, num_tokens, q.device, None, lse, workspace)
-    shape = (seq_lens.shape[0], None)
-    checks.expect_tensor("block_table", block_table, shape, torch.int32, device=q.device)
-    checks.expect_int("block_table: width", block_table.shape[1], 1)
-    out = checks.output(out, (num_tokens, num_heads, head_dim_v), q)
-    checks.expect_positive("softmax_scale", softmax_scale, most=16)
     call = LatentCall(
-        q, RowPages(pages, pages.shape[1]), block_table, seq_lens, cu_seqlens_q, head_dim_v,
-        longest_of(max_seqlen_q, num_tokens),
-        checks.decodes_of(num_decodes, seq_lens.shape[0], max_seqlen_q), float(softmax_scale),
-        out, kv=kv, max_seq_len=max_seq_len, lse=lse, workspace=workspace,
+        q, pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, head_dim_v, softmax_scale,
+        kv=kv, max_seq_len=max_seq_len, num_decodes=num_decodes, out=out, lse=lse,
+        workspace=workspace,
     )  # fmt: skip
+    chosen = checks.complete(call, _check_mla, impl)
+    call.pages = RowPages(pages, pages.shape[1])
     return run(call, chosen)
 
 
@@ -167,68 +146,14 @@ def compressed_attention(
 
     Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4.
     """
-    chosen = checks.implementation(impl, q)
-    checks.check_once(
-        _check, q, window_pages, window_table, seq_lens, cu_seqlens_q, sliding_window,
-        max_seqlen_q, kv, compressed_pages, compressed_table, compress_ratio, topk_indices,
-        topk_lens, sinks, softmax_scale, cos_sin, num_decodes, out, lse, workspace,
-    )  # fmt: skip
-    if max_seq_len is not None:
-        checks.expect_int("max_seq_len", max_seq_len, 0)
-    num_tokens, _, head_dim = q.shape
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     call = LatentCall(
-        q, window_pages, window_table, seq_lens, cu_seqlens_q, head_dim,
-        longest_of(max_seqlen_q, num_tokens),
-        checks.decodes_of(num_decodes, seq_lens.shape[0], max_seqlen_q),
-        head_dim**-0.5 if softmax_scale is None else float(softmax_scale), out,
-        sliding_window=min(sliding_window, checks.MAX_TOKENS), kv=kv, entries=compressed_pages,
+        q, window_pages, window_table, seq_lens, cu_seqlens_q, max_seqlen_q,
+        softmax_scale=softmax_scale, sliding_window=sliding_window, kv=kv, entries=compressed_pages,
         entry_table=compressed_table, ratio=compress_ratio, topk_indices=topk_indices,
-        topk_lens=topk_lens, sinks=sinks, cos_sin=cos_sin, max_seq_len=max_seq_len, lse=lse,
-        workspace=workspace,
+        topk_lens=topk_lens, sinks=sinks, cos_sin=cos_sin, max_seq_len=max_seq_len,
+        num_decodes=num_decodes, out=out, lse=lse, workspace=workspace,
     )  # fmt: skip
-    return run(call, chosen)
-
-
-def _check(
-    q, window_pages, window_table, seq_lens, cu_seqlens_q, sliding_window, max_seqlen_q, kv,
-    compressed_pages, compressed_table, compress_ratio, topk_indices, topk_lens, sinks,
-    softmax_scale, cos_sin, num_decodes, out, lse, workspace,
-) -> None:  # fmt: skip
-    """Check arguments of ``compressed_attention``, all but max_seq_len and values in memory."""
-    check_latent_pages(q, window_pages, compressed_pages)
-    check_batch(q, seq_lens, cu_seqlens_q, max_seqlen_q, None, num_decodes, kv)
-    (num_tokens, num_heads, head_dim), num_seqs, device = q.shape, seq_lens.shape[0], q.device
-    checks.check_outputs(num_heads, num_tokens, device, sinks, lse, workspace)
-    given = tuple(x is not None for x in (compressed_pages, compressed_table, compress_ratio))
-    if any(given) and not all(given):
-        raise ValueError(
-            "compressed_pages: expected compressed_pages, compressed_table and "
-            f"compress_ratio together or none, got {given}"
-        )
-    if compressed_table is not None:
-        checks.expect_int("compress_ratio", compress_ratio, 1, checks.MAX_TOKENS)
-    if topk_indices is not None and compressed_pages is None:
-        raise ValueError("topk_indices: expected None without compressed_pages, got a tensor")
-    if topk_lens is not None and topk_indices is None:
-        raise ValueError("topk_lens: expected None without topk_indices, got a tensor")
-    int32, float32 = torch.int32, torch.float32
-    for name, tensor, shape, dtype in (
-        ("window_table", window_table, (num_seqs, None), int32),
-        ("compressed_table", compressed_table, (num_seqs, None), int32),
-        ("topk_indices", topk_indices, (num_tokens, None), int32),
-        ("topk_lens", topk_lens, (num_tokens,), int32),
-        ("cos_sin", cos_sin, (None, window_pages.rope_dim), float32),
-    ):
-        if tensor is not None or name == "window_table":
-            checks.expect_tensor(name, tensor, shape, dtype, device=device)
-    if compressed_table is not None:
-        checks.expect_int("compressed_table: width", compressed_table.shape[1], 1)
-    checks.expect_int("sliding_window", sliding_window, 1)
-    checks.softmax_factor(softmax_scale, head_dim)
-    if out is not None:
-        checks.output(out, tuple(q.shape), q)
+    return run(call, checks.complete(call, _check_compressed, impl))
 
 
 def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:
@@ -254,6 +179,10 @@ def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:
 
 def run(call: LatentCall, chosen: str) -> torch.Tensor:
     """Compute a checked call by the implementation of that name; returns ``out``."""
+    # It sizes grids. A tile never holds more tokens than rows, so its shape stays.
+    call.max_seqlen_q = min(call.max_seqlen_q, max(call.q.shape[0], MAX_ROWS))
+    call.head_dim_v = call.head_dim_v or call.q.shape[2]
+    call.out = checks.output(call.out, (*call.q.shape[:2], call.head_dim_v), call.q)
     if checks.is_readable(call.q):
         check_values(call)
     if chosen == "triton":
@@ -261,3 +190,69 @@ def run(call: LatentCall, chosen: str) -> torch.Tensor:
     else:
         from .torch_impl import attend_in_torch as attend
     return attend(call)
+
+
+def _check_mla(call: LatentCall) -> None:
+    """Check all of a call of ``mla_attention`` but values in memory."""
+    q, pages, head_dim_v = call.q, call.pages, call.head_dim_v
+    checks.expect_tensor("q", q, (None, None, None), checks.MODEL_DTYPES)
+    head_dim = q.shape[2]
+    checks.expect_int("q: num_heads", q.shape[1], 1)
+    checks.expect_int("head_dim_v", head_dim_v, 1)
+    checks.expect_head_dim("head_dim_v", head_dim_v)
+    if head_dim - head_dim_v not in MLA_SCORE_DIMS:
+        raise NotImplementedError(
+            f"q: head_dim {head_dim} is not head_dim_v {head_dim_v} and one of "
+            f"{list(MLA_SCORE_DIMS)} more"
+        )
+    checks.expect_tensor("pages", pages, (None, None, head_dim), q.dtype, device=q.device)
+    for axis, what in ((0, "num_pages"), (1, "block_size")):
+        checks.expect_int(f"pages: {what}", pages.shape[axis], 1)
+    checks.expect_short_pages("pages", pages)
+    _check_batch(call, "block_table")
+    checks.expect_int("block_table: width", call.table.shape[1], 1)
+    checks.expect_positive("softmax_scale", call.softmax_scale, most=16)
+
+
+def _check_compressed(call: LatentCall) -> None:
+    """Check all of a call of ``compressed_attention`` but values in memory."""
+    check_latent_pages(call.q, call.pages, call.entries)
+    _check_batch(call, "window_table")
+    num_tokens, device, int32 = call.q.shape[0], call.q.device, torch.int32
+    given = tuple(x is not None for x in (call.entries, call.entry_table, call.ratio))
+    if any(given) and not all(given):
+        raise ValueError(
+            "compressed_pages: expected compressed_pages, compressed_table and "
+            f"compress_ratio together or none, got {given}"
+        )
+    if call.topk_indices is not None and call.entries is None:
+        raise ValueError("topk_indices: expected None without compressed_pages, got a tensor")
+    if call.topk_lens is not None and call.topk_indices is None:
+        raise ValueError("topk_lens: expected None without topk_indices, got a tensor")
+    for name, tensor, shape, dtype in (
+        ("compressed_table", call.entry_table, (call.num_seqs, None), int32),
+        ("topk_indices", call.topk_indices, (num_tokens, None), int32),
+        ("topk_lens", call.topk_lens, (num_tokens,), int32),
+        ("cos_sin", call.cos_sin, (None, call.pages.rope_dim), torch.float32),
+    ):
+        if tensor is not None:
+            checks.expect_tensor(name, tensor, shape, dtype, device=device)
+    if call.entry_table is not None:
+        checks.expect_int("compressed_table: width", call.entry_table.shape[1], 1)
+        checks.expect_int("compress_ratio", call.ratio, 1, checks.MAX_TOKENS)
+    checks.expect_int("sliding_window", call.sliding_window, 1)
+    checks.softmax_factor(call.softmax_scale, call.q.shape[2])
+
+
+def _check_batch(call: LatentCall, table: str) -> None:
+    """Check the ragged batch and the memory of results; ``table`` is the name of the page table."""
+    q = call.q
+    (num_tokens, num_heads, head_dim), device = q.shape, q.device
+    num_seqs = checks.expect_batch(call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, device)
+    checks.expect_decodes(num_tokens, num_seqs, call.max_seqlen_q, None, call.num_decodes)
+    if call.kv is not None:
+        checks.expect_tensor("kv", call.kv, (num_tokens, head_dim), q.dtype, device=device)
+    checks.check_outputs(num_heads, num_tokens, device, call.sinks, call.lse, call.workspace)
+    checks.expect_tensor(table, call.table, (num_seqs, None), torch.int32, device=device)
+    if call.out is not None:
+        checks.output(call.out, (num_tokens, num_heads, call.head_dim_v or head_dim), q)

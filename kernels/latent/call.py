@@ -1,5 +1,5 @@
-"""The checked arguments of one call of ``mla_attention``, ``compressed_attention`` or
-``flash_mla_with_kvcache``."""
+"""The arguments of one call of ``mla_attention``, ``compressed_attention`` or
+``flash_mla_with_kvcache``, and checks of pages and values."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ import torch
 
 from ..common import checks
 from ..common.latent_pages import LatentPages, RowPages
-from ..common.tile_shapes import MAX_ROWS
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LatentCall:
-    """The checked arguments of one call; those without a comment are as in
-    ``compressed_attention``."""
+    """The arguments of one call; those without a comment are as in ``compressed_attention``."""
 
     q: torch.Tensor
     pages: RowPages  # of raw rows
     table: torch.Tensor  # ``window_table``; with ``slots`` [num_tokens, width] flat indices
     seq_lens: torch.Tensor | None
     cu_seqlens_q: torch.Tensor | None
-    head_dim_v: int  # leading channels of a row that are its value
     max_seqlen_q: int
-    num_decodes: int
-    softmax_scale: float
-    out: torch.Tensor
+    head_dim_v: int | None = None  # leading channels of a row that are its value; None: all
+    softmax_scale: float | None = None
+    num_decodes: int | None = None
+    out: torch.Tensor | None = None
     sliding_window: int | None = None  # None: a query sees all raw rows before it
     kv: torch.Tensor | None = None
     entries: LatentPages | None = None  # ``compressed_pages``
@@ -124,29 +122,6 @@ class LatentCall:
         if self.max_seq_len is None:
             return None
         return min(known) + self.max_seq_len // self.ratio
-
-
-def check_batch(
-    q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int,
-    max_seq_len: int | None,
-    num_decodes: int | None,
-    kv: torch.Tensor | None,
-) -> None:
-    """Check a ragged batch."""
-    num_tokens, _, head_dim = q.shape
-    num_seqs = checks.expect_batch(seq_lens, cu_seqlens_q, max_seqlen_q, q.device)
-    checks.expect_decodes(num_tokens, num_seqs, max_seqlen_q, max_seq_len, num_decodes)
-    if kv is not None:
-        checks.expect_tensor("kv", kv, (num_tokens, head_dim), q.dtype, device=q.device)
-
-
-def longest_of(max_seqlen_q: int, num_tokens: int) -> int:
-    """``max_seqlen_q``, by which grids are sized, cut to the tokens that there are. A tile never
-    holds more tokens than rows, so its shape stays."""
-    return min(max_seqlen_q, max(num_tokens, MAX_ROWS))
 
 
 def check_latent_pages(

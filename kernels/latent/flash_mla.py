@@ -117,8 +117,8 @@ def flash_mla_with_kvcache(
         lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
     checks.check_outputs(*lse_shape, q.device, attn_sink, lse, workspace, sinks_name="attn_sink")
     call = LatentCall(
-        flat, pages, indices.flatten(0, 1), None, None, HEAD_DIM, max_seqlen_q=1,
-        num_decodes=batch * seq_len_q, softmax_scale=checks.softmax_factor(softmax_scale, HEAD_DIM),
+        flat, pages, indices.flatten(0, 1), None, None, max_seqlen_q=1, head_dim_v=HEAD_DIM,
+        softmax_scale=checks.softmax_factor(softmax_scale, HEAD_DIM), num_decodes=batch * seq_len_q,
         out=out.flatten(0, 1), entries=extra_pages, topk_indices=extra_lists,
         topk_lens=extra_topk_length, sinks=attn_sink, lse=lse, workspace=workspace, slots=True,
         window_lens=topk_length, tokens_per_len=seq_len_q,
