@@ -121,10 +121,7 @@ def make_problem(
         each.append({"q": q.mul_(LOGIT_STD / (shape.softmax_scale * shape.head_dim**0.5))})
     if shape.op == "index":
         return _index(case, draw, shared, each)
-    shared |= {
-        "num_decodes": case.num_decodes,
-        "softmax_scale": shape.softmax_scale,
-    }
+    shared |= {"num_decodes": case.num_decodes, "softmax_scale": shape.softmax_scale}
     tokens, heads = case.num_tokens, shape.num_heads
     results = {
         "out": torch.empty(tokens, heads, shape.head_dim_v, dtype=dtype, device=device),

@@ -10,10 +10,9 @@ prefill are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,10 @@ from quire.models.layers.kv_cache import token_bytes
 from quire.models.loading.weights import build_model
 
 from .rows import Rows
+from .timing import time_calls
 
 MAX_COPY_BYTES = 2**30
-REPEATS = 7
+RATE_SECONDS = 0.1  # to measure a rate
 LATENT_BYTES, SCALE_BYTES = 584, 4  # a quantized latent row; the scale of an index key
 
 
@@ -61,31 +61,13 @@ def device_rates(
     size = min(copy_bytes or (MAX_COPY_BYTES if on_gpu else 2**26), MAX_COPY_BYTES)
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_seconds = _best(lambda: target.copy_(source), on_gpu)
+    copying = time_calls([lambda: target.copy_(source)], device, seconds=RATE_SECONDS)
     # CPUs without instructions for it take seconds for a large product in half precision.
     n = 8192 if on_gpu else 768 if dtype.itemsize == 4 else 256
     a = torch.randn(n, n, device=device).to(dtype)
     b = torch.randn(n, n, device=device).to(dtype)
-    matmul_seconds = _best(lambda: a @ b, on_gpu)
-    return Rates(2 * size / copy_seconds, size, 2 * n**3 / matmul_seconds, n)
-
-
-def _best(call: Callable[[], object], on_gpu: bool) -> float:
-    """Fewest seconds of one call, on a GPU by its own clock."""
-    seconds = []
-    for _ in range(1 + REPEATS):
-        if on_gpu:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            call()
-            last.record()
-            torch.cuda.synchronize()
-            seconds.append(first.elapsed_time(last) / 1e3)
-        else:
-            start = perf_counter()
-            call()
-            seconds.append(perf_counter() - start)
-    return min(seconds[1:])
+    product = time_calls([lambda: a @ b], device, seconds=RATE_SECONDS)
+    return Rates(2 * size / copying.least, size, 2 * n**3 / product.least, n)
 
 
 def cached_rows(

@@ -25,7 +25,7 @@ ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 DECODE = TileEntry(entries.DECODE, "", 32)
 PREFILL = TileEntry(entries.PREFILL, "hopper", 32)
 ARGS = argparse.Namespace(dry_run=True, per_call=0.001, jobs=1)
-SAME = Timing(1.0, 1.0, 1.0)
+SAME = Timing(1.0, 1.0, 1.0, 1.0)
 
 
 def case(phase, context=40):
