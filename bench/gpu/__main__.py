@@ -1,7 +1,6 @@
-"""Everything that needs a GPU, in one unattended command: correctness first, then measurements,
-best value first.
+"""Everything that needs a GPU, in one unattended command: correctness, times, then tile shapes.
 
-    python -m bench.gpu --out results                      all parts, nine minutes at most
+    python -m bench.gpu --out results                      all parts, 15 minutes at most
     python -m bench.gpu --tar results.tar.gz               one file to carry, after each part
     python -m bench.gpu --resume results.tar.gz            goes on where that one stopped
     python -m bench.gpu --parts attention,prefill-decode   only these
@@ -14,7 +13,7 @@ well. Exit status 1 if a part failed.
 
 The file of --tar holds the results and the kernels that Triton compiled, which the same Triton and
 Python find again. Needs a checkout, torch, triton, numpy and pytest; nothing has to be installed.
-Tile shapes are measured apart: ``python -m bench.tune --seconds 540``.
+The part ``tune`` measures the tile shapes that matter most; ``python -m bench.tune`` measures all.
 """
 
 from __future__ import annotations

@@ -101,14 +101,17 @@ def plan(dry_run: bool, num_gpus: int = 1) -> list[Part]:
              background=True),
         # Attention against float64: case tables, real shapes, graphs, no host sync.
         Part("attention", 80, tests(ATTENTION_TESTS), tests=True),
-        Part("prefill-decode", 60, run(job, "--no-baseline --check 4", tiny), waits=("warm-up",)),
         # Kernels and engine of DeepSeek-V4, and V3's, against float64 and full passes.
         Part("v4", 70, tests(V4_TESTS), tests=True),
         Part("operators", 26, tests(OPERATOR_TESTS), tests=True),
+        # Engines of all families: caches in e4m3, drafts, preemption, replay, graphs.
+        Part("engine", 40, tests(ENGINE_TESTS), tests=True),
+        Part("sanitize", 120, run("bench.gpu.sanitize")),
         # The kernels that are timed next, in parallel.
         Part("compile", 25, kernels(
             f"--set headline --impl quire,quire-in-step,vllm-triton --compile {JOBS}",
             f"{compile_tiny} quire")),
+        Part("prefill-decode", 60, run(job, "--no-baseline --check 4", tiny), waits=("warm-up",)),
         # Attention beside peers, the cases that matter most.
         Part("kernels", 40, kernels(
             f"--set attention --impl {COMPARED} --seconds 31",
@@ -117,8 +120,6 @@ def plan(dry_run: bool, num_gpus: int = 1) -> list[Part]:
         Part("latents", 35, kernels(
             f"--set latents --impl {LATENT_COMPARED} --seconds 30",
             "--set tiny-latents --only decode --per-call 0.01 --impl quire")),
-        # Engines of all families: caches in e4m3, drafts, preemption, replay, graphs.
-        Part("engine", 40, tests(ENGINE_TESTS), tests=True),
         # Peers as a second, independent oracle.
         Part("oracle", 15, tests("tests/gpu/test_gpu_peers.py"), waits=("peers",), tests=True),
         # More batches, contexts, shards and page sizes, as far as time goes.
@@ -127,10 +128,12 @@ def plan(dry_run: bool, num_gpus: int = 1) -> list[Part]:
             "--per-call 0.1 --seconds 8",
             "--set tiny --only mixed --per-call 0.01 --impl quire,sdpa")),
     ]  # fmt: skip
-    parts.append(Part("sanitize", 60, run("bench.gpu.sanitize")))
     if num_gpus > 1:
         size = 2 ** min(3, num_gpus.bit_length() - 1)
         ranks = run(job, "--limit 4 --num-pages 2000 --no-baseline --check 2", tiny)
         parts.append(Part("ranks", 150, (*ranks, "--tensor-parallel-size", str(size))))
+    parts.append(Part("tune", 150, run("bench.tune", "--seconds 120", "--dry-run --seconds 1")))
+    # Without a file, pytest would run all tests.
+    parts = [part for part in parts if not part.tests or part.arguments[-1].startswith("tests/")]
     factor = DRY_RUN_FACTOR if dry_run else 1
     return [replace(part, limit=part.limit * factor) for part in parts]

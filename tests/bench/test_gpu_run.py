@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tarfile
 import time
 from importlib import import_module
@@ -19,7 +21,7 @@ from quire.bench.gpu.runner import Runner
 from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OTHERS = ("environment", "warm-up", "sanitize")
+OTHERS = ("environment", "warm-up", "sanitize", "tune")
 PROGRAMS = [part for part in plan(True) if not part.tests and part.name not in OTHERS]
 
 
@@ -46,11 +48,21 @@ def test_the_program_of_a_part_runs(part, tmp_path, monkeypatch):
 
 
 def test_the_tests_of_every_part_are_there():
+    for part in (part for dry_run in (False, True) for part in plan(dry_run) if part.tests):
+        assert part.arguments[-1].startswith("tests/"), part.name  # without a file, all would run
     for name in (name for part in plan(False) if part.tests for name in part.arguments):
         file, _, test = name.partition("::")
         if file.startswith("tests/"):
             assert (ROOT / file).exists(), name
             assert not test or f"def {test}(" in (ROOT / file).read_text(), name
+
+
+@pytest.mark.slow
+def test_the_tests_of_the_sanitizer_are_there():
+    names = [f"tests/kernels/{name}" for name in sanitize.KERNEL_TESTS]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *names], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize(("installed", "status"), [(None, 0), (0, 0), (9, 1)])

@@ -15,63 +15,74 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from _pytest.runner import runtestprotocol
 
+import bench  # noqa: F401  makes `quire` importable where it is not installed
+from quire.bench.gpu.sanitize import KERNEL_TESTS
 from tests.ptx.instructions import Compiler
 from tests.ptx.machine import Program
 from tests.ptx.parse import Instruction, parse, vector
 
-# Together they launch every kernel.
-TESTS = [
-    "attention/test_attention.py::test_against_float64[full-prefill-long-context-bf16]",
-    "attention/test_attention.py::test_against_float64[full-split]",
-    "latent/test_mla.py::test_against_float64[split-several-tiles]",
-    "latent/test_compressed.py::test_against_float64[split-fp8-in-step]",
-    "attention/test_merge.py::test_merge_partials[fp16-sinks-triton]",
-    "compressor/test_compressor.py::test_compress[index-bf16-triton]",
-    "indexer/test_indexer.py::test_exact_scores_give_exactly_the_oracle_s_selection[prefill-chunk-triton]",
-    "hyper_connections/test_hyper_connections.py::test_collapse[splits-of-two-lengths-triton]",
-    "hyper_connections/test_hyper_connections.py::test_expand[fp32-2-triton]",
-    "latent_write/test_latent_write.py::test_quantised_bytes[64-dtype0-triton]",
-    "layers/test_experts.py::test_expert_mlp[gpt-oss-bf16-triton]",
-    "layers/test_routing.py::test_combine[3-2-16-dtype0-True-triton]",
-    "layers/test_routing.py::test_route[table-triton]",
-    "layers/test_gating.py::test_gated_product[gelu-bf16-triton]",
-    "layers/test_rope.py::test_norm_rope[gemma-4-bf16-triton]",
-    "layers/test_norm.py::test_residual_norm[norm-offset-bf16-triton]",
-    "layers/test_sampling.py::test_sample[bf16-triton]",
-    "pages/test_overlap.py::test_copy_overlap[small-triton]",
-    "pages/test_page_copy.py::test_copy[views-of-a-pool-gather_pages-triton]",
-    "pages/test_write_kv.py::test_rows[scaled-many-heads-bf16-triton]",
-]
-
-
 NOTHING = Instruction("nothing", ["membar", "cta"], [], None)
 _ADDRESS = re.compile(r"\[\s*(%?\w+)(?:\s*\+\s*(-?\d+))?\s*\]")
+# Added to the descriptor of a matrix of wgmma: 16 bytes to its start or between its atoms, or to the
+# code of its swizzle.
+DESCRIPTORS = (1, 1 << 32, 1 << 62)
 
 
-def mutants(program: Program) -> Iterator[tuple[str, int, Instruction]]:
-    """(kind, index, instruction instead) of each change of one instruction that has run."""
+@dataclass
+class Mutant:
+    """One instruction that has run, and what stands in its place.
+
+    Attributes:
+        useful: True if dropping the instruction is no such change already: a test that passes without it
+            does not use what it computes.
+    """
+
+    kind: str
+    index: int
+    instead: list[Instruction]
+    useful: bool = False
+
+    def program(self, text: str, instead: list[Instruction] | None = None) -> Program:
+        """The changed program; instead: other instructions at its place."""
+        kernel = parse(text)
+        instead = instead or self.instead
+        kernel.add_register("%moved", 8)
+        kernel.instructions[self.index : self.index + 1] = instead
+        for label, at in kernel.labels.items():
+            kernel.labels[label] = at + (len(instead) - 1) * (at > self.index)
+        return Compiler(kernel).program
+
+
+def mutants(program: Program) -> Iterator[Mutant]:
+    """All changes of one instruction that has run."""
     for index, op in enumerate(program.kernel.instructions):
         if index not in program.active:
             continue
         if op.name in ("bar", "fence") or "fence" in op.parts:
-            yield "barrier" if op.name == "bar" else "fence", index, NOTHING
+            yield Mutant("barrier" if op.name == "bar" else "fence", index, [NOTHING])
         elif "wait_group" in op.parts:
-            yield "wait", index, NOTHING
+            yield Mutant("wait", index, [NOTHING])
+            yield Mutant("wait", index, [_with(op, 0, str(int(op.operands[0], 0) + 1))])
         elif op.name == "mma" or "mma_async" in op.parts:
             for i in (1, 2):
                 parts = vector(op.operands[i])
                 if len(parts) > 1:
                     swapped = f"{{{', '.join([parts[1], parts[0], *parts[2:]])}}}"
-                    yield "operands", index, _with(op, i, swapped)
+                    yield Mutant("operands", index, [_with(op, i, swapped)], True)
+                    continue
+                for more in DESCRIPTORS:
+                    add = Instruction("", ["add", "u64"], ["%moved", parts[0], str(more)], None)
+                    yield Mutant("descriptor", index, [add, _with(op, i, "%moved")], True)
         elif op.name in ("ld", "st", "cp", "ldmatrix", "stmatrix") and "param" not in op.parts:
             for i, operand in enumerate(op.operands):
                 if found := _ADDRESS.fullmatch(operand):
-                    yield "address", index, _with(op, i, f"[{found[1]}+{int(found[2] or 0) + 16}]")
+                    moved = f"[{found[1]}+{int(found[2] or 0) + 16}]"
+                    yield Mutant("address", index, [_with(op, i, moved)], True)
 
 
 def _with(op: Instruction, i: int, operand: str) -> Instruction:
@@ -101,20 +112,20 @@ class Mutations:
         ran = {launch.ptx: launch.kernel for launch in device.launches}
         for text, kernel in ran.items():
             original = device.programs[text]
-            for kind, index, op in self._chosen(kernel, original):
-                changed = parse(text)
-                was, changed.instructions[index] = changed.instructions[index].text, op
-                device.programs[text] = Compiler(changed).program
+            for mutant in self._chosen(kernel, original):
+                device.programs[text] = mutant.program(text)
                 noticed = self._fails(item)
-                if not noticed and kind in ("operands", "address"):
-                    changed.instructions[index] = NOTHING
-                    device.programs[text] = Compiler(changed).program
-                    if not self._fails(item):  # the test does not use what it computes
+                kind = mutant.kind
+                if not noticed and mutant.useful:
+                    device.programs[text] = mutant.program(text, [NOTHING])
+                    if not self._fails(item):
                         self.counts[kernel]["none", True] += 1
                         continue
                 self.counts[kernel][kind, noticed] += 1
                 if not noticed:
-                    self.survivors.append((kernel, kind, index, was, op.text, item.name))
+                    was = original.kernel.instructions[mutant.index].text
+                    now = mutant.instead[-1].text
+                    self.survivors.append((kernel, kind, mutant.index, was, now, item.name))
                     print("survives:", *self.survivors[-1], file=sys.stderr, flush=True)
             device.programs[text] = original
         device.programs.clear()
@@ -122,12 +133,12 @@ class Mutations:
             self.failed.append(f"{item.nodeid} after its mutants")
         return True
 
-    def _chosen(self, kernel: str, program: Program) -> list[tuple[str, int, Instruction]]:
+    def _chosen(self, kernel: str, program: Program) -> list[Mutant]:
         left = self.each - sum(self.counts[kernel].values())
         left = min(left, -(-self.each // 2))  # of one test
         by_kind = defaultdict(list)
         for mutant in mutants(program):
-            by_kind[mutant[0]].append(mutant)
+            by_kind[mutant.kind].append(mutant)
         chosen = []
         for i, kind in enumerate(sorted(by_kind, key=lambda k: len(by_kind[k]))):
             share = -(-left // (len(by_kind) - i))
@@ -152,10 +163,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ptx", default="sm_80", help="architecture: sm_80, sm_90")
     parser.add_argument("--json", help="file for the changes that are not noticed")
     options = parser.parse_args(arguments)
-    mutations = Mutations(-(-options.mutants // len(TESTS)))
+    mutations = Mutations(-(-options.mutants // len(KERNEL_TESTS)))
     only = ["-k", "not torch", "-m", "not slow and not nightly"]
     plugins = ["-p", "tests.ptx.plugin", "-p", "no:cacheprovider", "--ptx", options.ptx]
-    tests = [f"tests/kernels/{name}" for name in TESTS]
+    tests = [f"tests/kernels/{name}" for name in KERNEL_TESTS]
     pytest.main(["-q", "--no-summary", *plugins, *only, *tests], plugins=[mutations])
     noticed, total = 0, 0
     for kernel, counts in sorted(mutations.counts.items()):
