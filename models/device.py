@@ -1,8 +1,11 @@
-"""Devices by name."""
+"""Devices by name, and host memory for a GPU."""
 
 from __future__ import annotations
 
+import weakref
+
 import torch
+from torch import Tensor
 
 
 def find_device(device: torch.device | str | None = None) -> torch.device:
@@ -23,3 +26,25 @@ def find_device(device: torch.device | str | None = None) -> torch.device:
             f"device: expected one of this machine's, got {str(device)!r}: {reason}"
         ) from error
     return found
+
+
+def page_lock(memory: Tensor, owner: object) -> None:
+    """Let the current GPU use host memory in place, until ``owner`` is collected.
+
+    Not torch's pin_memory, which copies, and rounds sizes up to powers of two.
+
+    Raises:
+        MemoryError: the driver does not pin it.
+    """
+    num_bytes = memory.numel() * memory.element_size()
+    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+    if status:
+        raise MemoryError(
+            f"expected {num_bytes / 2**30:.4g} GiB of host memory that the driver pins, got CUDA "
+            f"error {status} of cudaHostRegister (is there a limit of locked memory?)"
+        )
+    weakref.finalize(owner, _unlock, memory)
+
+
+def _unlock(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

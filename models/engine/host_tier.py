@@ -9,7 +9,6 @@ prefix cache: if it fails, its request runs with the shorter hit.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -23,6 +22,7 @@ from quire.kernels import PoolPages, gather_pages, scatter_pages
 from quire.kvcore import KVCache
 from quire.kvcore.tier import Job, Tiers
 
+from ..device import page_lock
 from .memory import free_memory
 
 if TYPE_CHECKING:
@@ -235,11 +235,8 @@ class PageCopier:
 class HostPages:
     """Pages in host memory, pinned for a GPU: rows [num_pages, page_bytes] uint8, zeros at first.
 
-    Torch rounds pinned memory up to a power of two. So this is ordinary memory of the exact size,
-    registered with the driver.
-
     Raises:
-        MemoryError: not enough free memory, or the driver does not pin it.
+        MemoryError: not enough free memory; errors of `page_lock`.
     """
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
@@ -254,16 +251,4 @@ class HostPages:
         self.rows = whole.view(num_pages, page_bytes)
         if device.type == "cuda":
             with torch.cuda.device(device):
-                register = torch.cuda.cudart().cudaHostRegister
-                status = int(register(whole.data_ptr(), whole.numel(), 0))
-            if status:
-                raise MemoryError(
-                    f"expected {whole.numel() / GIB:.4g} GiB of host memory that the driver pins, "
-                    f"got CUDA error {status} of cudaHostRegister (is there a limit of locked "
-                    "memory?)"
-                )
-            weakref.finalize(self, _unpin, whole)
-
-
-def _unpin(memory: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+                page_lock(whole, self)

@@ -135,8 +135,7 @@ class Request:
     def __post_init__(self) -> None:
         self.prompt_len = self.num_tokens = len(self.prompt_token_ids)
         self.buffer = self.prompt_token_ids
-        self.drafts, self.placeholder = self.buffer[:0], 0
-        self.draft_probs: Tensor | None = None
+        self.drafts, self.draft_probs = self.buffer[:0], None
 
     def __str__(self) -> str:
         sample = f", sample {self.sample}" if self.params.n > 1 else ""

@@ -145,7 +145,7 @@ class Step:
         for row, i in enumerate(self.ready):
             request = self.requests[i]
             if request.slot >= 0:
-                request.placeholder, request.num_output_placeholders = row, 1
+                request.num_output_placeholders = 1
                 request.buffer[request.num_tokens] = -1 - row
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ..device import page_lock
 from .basic import Embedding, WeightPlacement
 
 
@@ -33,8 +33,8 @@ class HostEmbedding(Embedding):
         if input_ids.is_cuda and self._view is None:
             # Page-locked memory belongs to the current device: of another one, torch would copy it.
             with torch.cuda.device_of(input_ids):
+                page_lock(self.weight.data, self)
                 self._view = _device_view(self.weight.data, input_ids.device)
-            weakref.finalize(self, _release, self.weight.data_ptr())
         return super().forward(input_ids, self._view if input_ids.is_cuda else table)
 
 
@@ -52,20 +52,6 @@ class _CudaArray:
 
 
 def _device_view(host: Tensor, device: torch.device) -> Tensor:
-    """Page-lock ``host`` and view it as a CUDA tensor.
-
-    cudaHostRegister, not torch's pin_memory, which copies, and rounds sizes up to powers of two.
-    """
-    runtime = torch.cuda.cudart()
-    address = host.data_ptr()
-    error = runtime.cudaHostRegister(address, host.numel() * host.element_size(), 0)
-    if int(error) != 0:
-        raise RuntimeError(
-            f"embed_tokens_per_layer: cannot page-lock the table, CUDA error {error}"
-        )
+    """View page-locked memory as a CUDA tensor."""
     view = torch.as_tensor(_CudaArray(host), device=device)
     return view.view(host.dtype).view(host.shape)
-
-
-def _release(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)

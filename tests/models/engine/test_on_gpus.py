@@ -140,7 +140,7 @@ def test_a_table_that_cannot_be_page_locked(runtime):
     table.weight.data.zero_()
     ids = torch.tensor([1]).as_subclass(OnSecondDevice)
     runtime.status = 2
-    with pytest.raises(RuntimeError, match="cannot page-lock the table, CUDA error 2"):
+    with pytest.raises(MemoryError, match="host memory that the driver pins, got CUDA error 2"):
         table(ids)
     runtime.status = 0
     assert not table(ids).any() and len(runtime.locked) == 1
@@ -207,7 +207,7 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(per_layer, "_device_view", lambda host, device: host)
-    monkeypatch.setattr(per_layer, "_release", lambda address: None)
+    monkeypatch.setattr(per_layer, "page_lock", lambda host, owner: None)
 
     def record(kernel, grid, **arguments):
         launches.append((kernel, grid, arguments))
