@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .chat_deepseek_v4 import DeepseekV4Chat
 from .config.fields import checked, naming, one_line, read_fields, shown
 from .config.hf import read_json
-from .deepseek_v4.chat import DeepseekV4Chat
 from .deepseek_v4.config import MODEL_TYPE
 
 # For models that have bytes for tokens and never saw a chat.

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from .chat import PLAIN, ChatTemplate, find_chat
+from .chat_deepseek_v4 import DeepseekV4Chat
 from .config.fields import shown
 from .config.hf import load_config, read_generation_config
 from .config.named import named_configs
-from .deepseek_v4.chat import DeepseekV4Chat
-from .deepseek_v4.dspark import DSparkDrafter
-from .deepseek_v4.mtp import MTPDrafter
+from .deepseek_v4.drafters import DSparkDrafter, MTPDrafter
 from .device import find_device
 from .engine.engine import Engine, EngineConfig
 from .engine.memory import free_memory, weight_bytes
@@ -287,7 +286,7 @@ class LLM:
         """Token ids of a chat whose next message is the model's.
 
         Arguments as in `ChatTemplate.render`; of a DeepSeek-V4 without template as in
-        `quire.models.deepseek_v4.chat.DeepseekV4Chat.render`.
+        `quire.models.chat_deepseek_v4.DeepseekV4Chat.render`.
 
         Raises:
             ValueError: without tokenizer or template, or for messages that the template refuses.

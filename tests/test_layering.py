@@ -22,7 +22,7 @@ ALLOWED = {
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "models/integrations": {
-        "msgspec", "numpy", "sglang", "torch", "transformers", "vllm", "xxhash", "zmq",
+        "msgspec", "numpy", "sglang", "torch", "transformers", "vllm", "zmq",
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "bench": {

@@ -38,7 +38,7 @@ NumDrafters = fields.ints(0, 16)
 
 @dataclass(frozen=True)
 class DSparkConfig:
-    """The drafter of DeepSeek-V4-Flash-0731 and V4-Pro-0813 (`models.deepseek_v4.dspark`).
+    """The drafter of DeepSeek-V4-Flash-0731 and V4-Pro-0813 (`models.deepseek_v4.drafters`).
 
     Attributes:
         num_stages: its layers, stored as ``mtp.0``, ``mtp.1`` and so on.

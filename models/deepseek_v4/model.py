@@ -240,7 +240,7 @@ class MarkovHead(nn.Module):
 
 
 class DSparkStage(DecoderLayer):
-    """Stage ``index`` of DSpark, a sliding layer; see `quire.models.deepseek_v4.dspark`.
+    """Stage ``index`` of DSpark, a sliding layer; see `quire.models.deepseek_v4.drafters`.
 
     The first one has the projection of what it reads of the trunk, the last one the heads.
     """
@@ -337,7 +337,7 @@ class DeepseekV4(nn.Module):
         """One step of a ragged batch; rows that later steps need are written to ``pool``.
 
         Arguments and result as in `quire.models.families.decoder.Decoder.forward`. Hidden states
-        are residual streams [num_tokens, hc_mult, hidden_size], or the taps of `dspark`.
+        are residual streams [num_tokens, hc_mult, hidden_size], or the taps of `drafters`.
         """
         taps: list[Tensor] = []
         attend = PagedLatentAttend(attn, pool, impl=impl)

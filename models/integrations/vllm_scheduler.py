@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from . import require
@@ -30,10 +29,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
-from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
-from quire.kvcore import LRU, GroupSpec, KVCache, Match, OutOfPages
+from quire.kvcore import GroupSpec, KVCache, Match, OutOfPages
 
 DENSE, WINDOWS = (FullAttentionSpec, MLAAttentionSpec), (SlidingWindowSpec, SlidingWindowMLASpec)
 KEY_BYTES = 32
@@ -75,7 +73,6 @@ def _refusals(vllm_config: Any, kv_cache_config: Any) -> list[str]:
         "KV events (enable_kv_cache_events)": events is not None and events.enable_kv_cache_events,
         "auxiliary outputs": vllm_config.aux_output_config.enabled,
         "metrics of blocks (kv_cache_metrics)": vllm_config.observability_config.kv_cache_metrics,
-        "encoder-decoder models": vllm_config.model_config.is_encoder_decoder,
         "diffusion models": vllm_config.model_config.is_diffusion,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
@@ -86,43 +83,21 @@ def _refusals(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     for i, group in enumerate(kv_cache_config.kv_cache_groups):
         spec, name = group.kv_cache_spec, f"cache group {i}"
         served = type(spec) in DENSE + WINDOWS and spec.prefix_cacheable
-        again = served and (spec.prefix_replay_tokens or getattr(spec, "extra_retained_tokens", 0))
         what[f"{name}: {type(spec).__name__}"] = not served
-        what[f"{name}: windows that are computed again"] = again
+        what[f"{name}: windows that are computed again"] = served and spec.prefix_replay_tokens
         what[f"{name}: pages on the host"] = group.host_resident
     return [name for name, asked in what.items() if asked]
 
 
-class QuireBlocks(KVCacheBlocks):
-    """Page ids of each group, where vLLM's `KVCacheBlocks` has blocks."""
-
-    def get_block_ids(
-        self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
-    ) -> tuple[list[int], ...] | None:
-        """Copies; None if there are no pages and `allow_none`."""
-        groups = self.blocks if group_ids is None else [self.blocks[i] for i in group_ids]
-        if allow_none and not any(groups):
-            return None
-        return tuple([list(pages) for pages in groups])
-
-
 @dataclass(slots=True)
 class Tracked:
-    """A request with a slot of the cache.
-
-    Attributes:
-        published: tokens that others find.
-        paged: tokens that have pages.
-        room: tokens up to which nothing is to be done for it.
-        pending: tokens up to which it becomes findable at the end of the step.
-    """
+    """A request with a slot of the cache."""
 
     request: Request
     slot: int
-    published: int
-    paged: int = 0
-    room: int = 0
-    pending: int = 0
+    published: int  # tokens that others find
+    paged: int = 0  # tokens that have pages
+    room: int = 0  # tokens up to which nothing is to be done
 
 
 class CacheManager(KVCacheManager):
@@ -130,60 +105,39 @@ class CacheManager(KVCacheManager):
 
     Keys of segments are vLLM's block hashes, so salts, adapters, images and lookaheads separate
     prompts as they do there. A running request may be preempted in the step in which it was given
-    slots, and then nobody computes these rows. So what it completes becomes findable only when no
-    more requests are preempted: at the first look-up of a waiting request, or when the scheduler is
-    done with the step.
+    slots, and then nobody computes these rows. So what a step completes becomes findable only when
+    no more requests are preempted: at a look-up of a waiting request, or when the scheduler is done
+    with the step.
+
+    It has the state of the scheduler's first manager, whose coordinator and pool get no requests.
     """
 
     def __init__(self, scheduler: Any) -> None:
-        self.kv_cache_config = config = scheduler.kv_cache_config
-        self.max_model_len, self.log_stats = scheduler.max_model_len, scheduler.log_stats
-        self.enable_caching = scheduler.cache_config.enable_prefix_caching
-        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        vars(self).update(vars(scheduler.kv_cache_manager))
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         groups = []  # pages count as one byte each
         # Block sizes, and the most blocks that an admission counts: windows free what they passed.
-        self._groups = []
+        self._groups, self._has_windows = [], False
         for i, spec in enumerate(specs):
-            window, most = None, self.max_model_len
+            kind, window, most = "dense", None, self.max_model_len
             if type(spec) in WINDOWS:
+                kind, window, self._has_windows = "window", spec.sliding_window, True
                 in_flight = scheduler.vllm_config.max_in_flight_tokens
-                window = spec.sliding_window
                 most = spec.max_admission_blocks_per_request(in_flight, self.max_model_len)
-            kind = "dense" if window is None else "window"
             groups.append(GroupSpec(str(i), kind, spec.block_size, 1, window))
             self._groups.append((spec.block_size, most))
-        self._has_windows = any(group.kind == "window" for group in groups)
-        interval = config.prefix_cache_retention_interval if self._has_windows else None
+        interval = self.kv_cache_config.prefix_cache_retention_interval
         self.cache = KVCache(
-            groups,
-            num_pages=config.num_blocks,
-            max_requests=scheduler.max_num_running_reqs,
-            max_model_len=self.max_model_len,
-            reads="pages",
-            adopt=False,
-            append_only=True,
+            groups, num_pages=self.kv_cache_config.num_blocks, max_model_len=self.max_model_len,
+            max_requests=scheduler.max_num_running_reqs, enable_caching=self.enable_caching,
             retention="dense" if interval is None else interval or "latest",
-            policy=None
-            if self._has_windows
-            else LRU(),  # as vLLM's: there is little to choose from
-            enable_caching=self.enable_caching,
-        )
-        self.prefix_cache_stats = PrefixCacheStats() if self.log_stats else None
-        self.watermark_blocks = int(scheduler.scheduler_config.watermark * config.num_blocks)
-        self.num_kv_cache_groups = len(groups)
-        # The engine asks it for block sizes.
-        managers = [SimpleNamespace(block_size=s.block_size, kv_cache_spec=s) for s in specs]
-        self.coordinator = SimpleNamespace(single_type_managers=managers)
+            reads="pages", adopt=False, append_only=True,
+        )  # fmt: skip
         self._alignment = self.cache.alignment
-        self._block_size = math.gcd(*(spec.block_size for spec in specs))
+        self._block_size = math.gcd(*(size for size, _ in self._groups))
         self._per_key = self._alignment // scheduler.hash_block_size
-        # A drafter's last rows depend on the token after them, which hashes may cover, or not.
-        self._drop = scheduler.use_eagle_block_drop
-        self._zeroes, self._to_zero = config.needs_kv_cache_zeroing, []
         self._tracked: dict[str, Tracked] = {}
-        self._pending: dict[str, Tracked] = {}
-        self._found: tuple[Request, Match] | None = None  # the newest look-up
-        self.empty_kv_cache_blocks = QuireBlocks(tuple(() for _ in specs))
+        self._pending: dict[str, int] = {}  # tokens up to which requests become findable
 
     @property
     def usage(self) -> float:
@@ -193,16 +147,16 @@ class CacheManager(KVCacheManager):
 
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
-    ) -> tuple[QuireBlocks, int, int]:
+    ) -> tuple[KVCacheBlocks, int, int]:
         """(no pages yet, tokens that are cached, 0)."""
         self.new_step_starts()
         most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
         match = self._match(request, most)
         hit = match.num_tokens
-        if self._drop and hit and hit == match.dense_tokens:
-            match = self._match(request, hit - self._alignment)
-        self._found = request, match
-        return self.empty_kv_cache_blocks, match.num_tokens, 0
+        # A drafter's last rows depend on the token after them, which hashes may cover, or not.
+        if self.use_eagle and hit and hit == match.dense_tokens:
+            hit = self._match(request, hit - self._alignment).num_tokens
+        return self.empty_kv_cache_blocks, hit, 0
 
     def _match(self, request: Request, most: int) -> Match:
         keys = b""
@@ -217,58 +171,41 @@ class CacheManager(KVCacheManager):
         return b"".join([key.ljust(KEY_BYTES) for key in hashes])
 
     def allocate_slots(
-        self,
-        request: Request,
-        num_new_tokens: int,
-        num_new_computed_tokens: int = 0,
-        new_computed_blocks: KVCacheBlocks | None = None,
-        num_lookahead_tokens: int = 0,
-        full_sequence_must_fit: bool = False,
-        has_scheduled_reqs: bool = True,
-        **unserved: Any,
-    ) -> QuireBlocks | None:
+        self, request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None, num_lookahead_tokens: int = 0,
+        full_sequence_must_fit: bool = False, has_scheduled_reqs: bool = True,
+        **_: Any,  # of connectors and encoders, which the scheduler refuses
+    ) -> KVCacheBlocks | None:  # fmt: skip
         """New pages for the next tokens of a request; None where they lack."""
         tracked = self._tracked.get(request.request_id)
         end = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
         if tracked is not None and end + num_lookahead_tokens <= tracked.room:
             return self.empty_kv_cache_blocks
-        if any(unserved.values()):
-            raise NotImplementedError(f"allocate_slots: supported are decoders, got {unserved}")
-        running = request.status == RequestStatus.RUNNING
-        slots = min(end + num_lookahead_tokens, self.max_model_len)
-        pages = self.empty_kv_cache_blocks
-        if tracked is not None and self._has_windows:
-            self._let_go([tracked])
+        slots, pages = min(end + num_lookahead_tokens, self.max_model_len), []
         if tracked is None or slots > tracked.paged:
             least = 0
-            if not running or full_sequence_must_fit:
+            if request.status != RequestStatus.RUNNING:
                 full = request.num_tokens if full_sequence_must_fit else 0
                 least = self._lacking(tracked, num_new_computed_tokens, slots, full)
-                if has_scheduled_reqs and not running:
-                    least += self.watermark_blocks
+                least += self.watermark_blocks * has_scheduled_reqs
             if tracked is None:
-                given = self._admit(request, slots, least, num_new_computed_tokens)
-            else:
-                given = self._reserve(tracked, slots, least)
-            if given is None:
+                tracked = self._admit(request, least, num_new_computed_tokens)
+                if tracked is None:
+                    return None
+            elif self._has_windows:
+                self._let_go([tracked])
+            # A running request goes before what the resume points of others would need.
+            pages = self._taken((True, False), self.cache.reserve, tracked.slot, slots, least)
+            if pages is None:
                 return None
-            pages = QuireBlocks(tuple(given))
-            tracked = self._tracked[request.request_id]
             tracked.paged = -(-slots // self._block_size) * self._block_size
-            self._settle(tracked)
-            if self._zeroes:
-                self._to_zero += [page for group in given for page in group]
+            for each in pages:  # the worker zeroes new ones where caches need that
+                self.coordinator.single_type_managers[0].new_block_ids += each
         until = min(end, request.num_tokens)
         if self.enable_caching and until - tracked.published >= self._alignment:
-            if running:
-                tracked.pending, self._pending[request.request_id] = until, tracked
-            else:
-                self._publish(tracked, until)
-        return pages
-
-    def _settle(self, tracked: Tracked) -> None:
-        room, ends = tracked.paged, tracked.published + self._alignment
-        tracked.room = ends - 1 if self.enable_caching and ends <= room else room
+            self._pending[request.request_id] = until
+        tracked.room = min(tracked.paged, max(until, tracked.published + self._alignment - 1))
+        return self._blocks(pages) if pages else self.empty_kv_cache_blocks
 
     def _lacking(self, tracked: Tracked | None, hit: int, slots: int, full: int) -> int:
         """Blocks that a request lacks up to token `slots`, or at once for all `full` tokens."""
@@ -281,41 +218,33 @@ class CacheManager(KVCacheManager):
             at_once += max(0, min(-(-full // size), most) - length)
         return max(now, at_once)
 
-    def _admit(self, request: Request, slots: int, least: int, hit: int) -> list[list[int]] | None:
-        """The pages up to token `slots` of a new request; `least`: pages that must be available."""
+    def _admit(self, request: Request, least: int, hit: int) -> Tracked | None:
+        """None where fewer than `least` pages are available beside those of the hit."""
         if not self.cache.num_free_slots:
             return None
-        found, match = self._found or (None, None)
-        if match is None or found is not request or match.num_tokens != hit:
-            match = self._match(request, hit)
-        slot = self.cache.admit(request.request_id, match, least=least)
-        if isinstance(slot, OutOfPages):
-            self._let_go(self._tracked.values())
-            slot = self.cache.admit(request.request_id, match, least=least)
-        if isinstance(slot, OutOfPages):
-            return None
-        assert match.num_tokens == hit, "what the look-up found"
-        self._tracked[request.request_id] = Tracked(request, slot, hit)
-        return self.cache.reserve(slot, slots)
+        name, match = request.request_id, self._match(request, hit)
+        slot = self._taken((True,), self.cache.admit, name, match, least=least)
+        if slot is not None:
+            assert match.num_tokens == hit, "what the look-up found"
+            self._tracked[name] = Tracked(request, slot, hit)
+        return self._tracked.get(name)
 
-    def _reserve(self, tracked: Tracked, slots: int, least: int) -> list[list[int]] | None:
-        """The pages up to token `slots` of a running request, which goes before what the resume
-        points of others would need."""
-        given = self.cache.reserve(tracked.slot, slots, least)
-        for keep_tails in (True, False):
+    def _taken(self, keep_tails: Iterable[bool], take: Any, *args: Any, **options: Any) -> Any:
+        """What a call of kvcore gives, by need after all windows let go; None where pages lack."""
+        given = take(*args, **options)
+        for keep in keep_tails:
             if given.__class__ is not OutOfPages:  # faster than isinstance
                 return given
-            self._let_go(self._tracked.values(), keep_tails)
-            given = self.cache.reserve(tracked.slot, slots, least)
+            self._let_go(self._tracked.values(), keep)
+            given = take(*args, **options)
         return None if isinstance(given, OutOfPages) else given
 
     def _let_go(self, requests: Iterable[Tracked], keep_tails: bool = True) -> None:
         """Free what has left windows; steps in flight still read what their queries see."""
         for tracked in requests:
             request = tracked.request
-            computed = request.num_computed_tokens
-            oldest = computed - request.num_in_flight_tokens
-            self.cache.advance(tracked.slot, computed, oldest, keep_tails=keep_tails)
+            computed, in_flight = request.num_computed_tokens, request.num_in_flight_tokens
+            self.cache.advance(tracked.slot, computed, computed - in_flight, keep_tails=keep_tails)
 
     def _publish(self, tracked: Tracked, until: int) -> None:
         first, end = tracked.published // self._alignment, until // self._alignment
@@ -323,12 +252,11 @@ class CacheManager(KVCacheManager):
         if keys:
             self.cache.publish(tracked.slot, until, keys=keys)
             tracked.published += len(keys) // KEY_BYTES * self._alignment
-            self._settle(tracked)
 
     def new_step_starts(self) -> None:
         """Publish what the last step completed."""
-        for tracked in self._pending.values():
-            self._publish(tracked, tracked.pending)
+        for request_id, until in self._pending.items():
+            self._publish(self._tracked[request_id], until)
         self._pending.clear()
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
@@ -352,9 +280,7 @@ class CacheManager(KVCacheManager):
         if self._tracked:
             return False
         self.cache.clear()
-        if self.prefix_cache_stats is not None:
-            self.prefix_cache_stats.reset = True
-        return True
+        return super().reset_prefix_cache()
 
     def free(self, request: Request) -> None:
         """A request ends, or is preempted."""
@@ -362,22 +288,11 @@ class CacheManager(KVCacheManager):
         if self._tracked.pop(request.request_id, None) is not None:
             self.cache.release(request.request_id)
 
-    def get_blocks(self, request_id: str) -> QuireBlocks:
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """All pages of a request."""
         tracked = self._tracked.get(request_id)
-        if tracked is None:
-            return self.empty_kv_cache_blocks
-        return QuireBlocks(tuple(self.cache.pages_of(tracked.slot)))
+        return self._blocks([] if tracked is None else self.cache.pages_of(tracked.slot))
 
-    def take_new_block_ids(self) -> list[int]:
-        """Pages for the worker to zero."""
-        pages, self._to_zero = self._to_zero, []
-        return pages
-
-    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
-        """There are none: hits end where blocks do."""
-        return [], []
-
-    def take_events(self) -> list[Any]:
-        """There are none."""
-        return []
+    def _blocks(self, pages: Iterable[Sequence[int]]) -> KVCacheBlocks:
+        block_of = self.block_pool.blocks
+        return self.create_kv_cache_blocks(tuple([block_of[i] for i in each] for each in pages))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING, DSparkConfig
-from quire.models.deepseek_v4.dspark import DSparkDrafter
+from quire.models.deepseek_v4.drafters import DSparkDrafter
 from quire.models.layers.unpaged_attention import V4UnpagedAttend
 from quire.models.loading.random_weights import random_model
 from tests.models.deepseek_v4.test_engine import V4Recorder

@@ -10,7 +10,7 @@ import torch
 
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.config import CSA, HCA, MOE, SLIDING
-from quire.models.deepseek_v4.mtp import MTPDrafter
+from quire.models.deepseek_v4.drafters import MTPDrafter
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model

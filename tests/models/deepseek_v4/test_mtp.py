@@ -12,7 +12,7 @@ import torch
 from quire.kernels import sample_tokens
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS
-from quire.models.deepseek_v4.mtp import MTPDrafter
+from quire.models.deepseek_v4.drafters import MTPDrafter
 from quire.models.engine import device_drafter
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams

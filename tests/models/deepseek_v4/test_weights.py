@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quire.kernels.common.dequantize import dequantize_fp4, scale_values
+from quire.models.deepseek_v4.drafters import MTPDrafter
 from quire.models.deepseek_v4.model import Experts
-from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.layers.moe import PackedExperts
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.kvcore.device import HostCopy, batch
 from quire.models.config.model import FULL, SLIDING
 from quire.models.config.named import get_config
+from quire.models.deepseek_v4.drafters import MTPDrafter
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine import graphs
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams

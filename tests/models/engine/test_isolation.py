@@ -161,7 +161,7 @@ def test_a_nan_of_the_trunk_ends_a_request_whose_drafts_the_model_makes():
 
 
 def _mtp(model):
-    from quire.models.deepseek_v4.mtp import MTPDrafter
+    from quire.models.deepseek_v4.drafters import MTPDrafter
 
     return MTPDrafter(model, 2)
 

@@ -14,14 +14,12 @@ zmq = pytest.importorskip("zmq", reason="needs the extra events")
 
 from quire.kvcore import AllBlocksCleared, BlockRemoved, BlockStored, EventLog  # noqa: E402
 from quire.models.integrations import kv_events_zmq  # noqa: E402
+from quire.models.integrations.kv_events import encode_batch, lora_key  # noqa: E402
 from quire.models.integrations.kv_events_zmq import (  # noqa: E402
     END,
-    MAX_READERS,
-    MAX_WAITING,
+    PATIENCE_MS,
     Publisher,
     ReplayServer,
-    encode_batch,
-    lora_key,
 )
 
 HASHES = [bytes([i]) * 32 for i in range(5)]
@@ -80,7 +78,7 @@ ADAPTED = BlockStored(
 
 def test_stored_blocks_name_adapter_images_salt_and_session():
     """An adapter that starts within the event parts it in two, the second behind the first."""
-    plain, named = decoded(ADAPTED, lora_ids={"sql": 5}, session_of={"r1": "s7"}.get)
+    plain, named = decoded(ADAPTED, session_of={"r1": "s7"}.get)
     common = {
         "type": "BlockStored", "block_size": 2, "medium": "GPU", "session_id": "s7", "group_idx": 0,
         "kv_cache_spec_kind": "full_attention", "group_name": "full", "cache_salt": "tenant",
@@ -89,11 +87,10 @@ def test_stored_blocks_name_adapter_images_salt_and_session():
         "block_hashes": [HASHES[1]], "parent_block_hash": HASHES[4], "token_ids": [0, 1],
         "token_start": 4, "lora_id": None, "lora_name": None,
     }  # fmt: skip
-    image = {"mm_objects": [{"mm_hash": 0x0123456789ABCDEF, "offsets": []}]}
     assert named == common | {
         "block_hashes": [HASHES[2], HASHES[3]], "parent_block_hash": HASHES[1],
-        "token_ids": [2, 3, 4, 5], "token_start": 6, "lora_id": 5, "lora_name": "sql",
-        "extra_keys": [["sql", [DIGEST.decode(), -3]], ["sql"]], "block_mm_infos": [image, None],
+        "token_ids": [2, 3, 4, 5], "token_start": 6, "lora_id": None, "lora_name": "sql",
+        "extra_keys": [["sql", [DIGEST.decode(), -3]], ["sql"]],
     }  # fmt: skip
 
 
@@ -191,22 +188,20 @@ def test_names_that_are_no_text(text):
         lora_key(text)
 
 
-def test_a_missing_package_is_named(tmp_path):
-    code = "import sys\nsys.modules['zmq'] = None\nimport quire.models.integrations.kv_events_zmq"
+@pytest.mark.parametrize("package", ["zmq", "msgspec"])
+def test_a_missing_package_is_named(tmp_path, package):
+    code = f"import sys\nsys.modules['{package}'] = None\nimport quire.models.integrations.kv_events_zmq"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert "pip install 'quire-attention[events]'" in done.stderr
 
 
 def test_readers_that_ask_without_end_and_never_read(context):
-    """Another reader gets all that was kept, and the publisher closes while they wait.
-
-    What is published meanwhile drops no batch that was asked for: 4,000 are kept of some 3,000.
-    """
-    publisher = Publisher(LOCAL, LOCAL, topic="kv", num_kept=4000)
-    log = EventLog()
-    for _ in range(1500):
-        log.append(STORED)
+    """Another reader gets all that was kept when it was answered, and the publisher closes while they wait."""
+    publisher = Publisher(LOCAL, LOCAL, topic="kv", num_kept=400)
+    log, large = EventLog(), replace(STORED, token_ids=(1,) * 50_000)
+    for _ in range(400):  # more than all buffers between two sockets hold
+        log.append(large)
         publisher.publish(log, ts=0.0)
     everything = [b"", bytes(8)]
     hostile = [context.socket(zmq.DEALER) for _ in range(3)]
@@ -225,79 +220,65 @@ def test_readers_that_ask_without_end_and_never_read(context):
         publisher.publish(log, ts=1.0)
         answers.append(receive(honest))
     numbers = [int.from_bytes(a[2], "big") for a in answers[:-1]]
-    assert numbers == list(range(len(numbers))) and len(numbers) >= 1500
+    assert numbers == [*range(numbers[0], numbers[0] + 400)]
     publisher.close()
     assert not publisher._replays.is_alive()
     for socket in (*hostile, honest):
         socket.close()
 
 
-class Full:
-    """A ROUTER socket of which readers `slow` never take a message, and the reader `gone` has left."""
+class Router:
+    """A ROUTER socket with requests, whose reader `slow` takes so many messages of each answer, and whose reader `gone` has left."""
 
-    def __init__(self, requests):
-        self.requests, self.sent = deque(requests), []
-
-    def poll(self, timeout):
-        return bool(self.requests)
+    def __init__(self, requests, slow=()):
+        self.requests, self.slow, self.sent = deque(requests), deque(slow), []
 
     def recv_multipart(self):
-        return self.requests.popleft()
+        if not self.requests:
+            raise zmq.ContextTerminated()
+        reader, *_ = request = self.requests.popleft()
+        self.room = self.slow.popleft() if reader == b"slow" else 100
+        return request
 
-    def send_multipart(self, message, flags):
-        assert flags == zmq.NOBLOCK
-        if message[0].startswith(b"slow"):
-            raise zmq.Again()
+    def send_multipart(self, message):
         if message[0] == b"gone":
             raise zmq.ZMQError(zmq.EHOSTUNREACH)
-        self.sent.append(message)
+        if self.room == 0:
+            raise zmq.Again()
+        self.room -= 1
+        self.sent.append((*message, self.sndtimeo))
+
+    def close(self, linger):
+        pass
 
 
-def replays(requests, kept=5):
-    made = ReplayServer(Full(requests), b"t", kept)
+def replayed(*requests, slow=()) -> list[tuple]:
+    """(reader, number, batch, patience) of the messages that a server of eight batches, of which it keeps five, sends."""
+    server = ReplayServer(Router(requests, slow), b"t", 5)
     for i in range(8):
-        made.keep(i, b"batch %d" % i)
-    return made
+        server.keep(i, b"batch %d" % i)
+    server.run()
+    return [(message[0], *message[3:]) for message in server._socket.sent]
 
 
-def test_a_turn_is_bounded():
-    asked = [[reader, b"", bytes(8)] for reader in (b"good", b"slow") for _ in range(100)]
-    made = replays(asked, kept=8)
-    made.receive()
-    assert len(made._socket.requests) == 200 - kv_events_zmq.MAX_RECEIVED
-    assert len(made.readers[b"good"]) == MAX_WAITING
-    assert made.answer() and len(made._socket.sent) <= kv_events_zmq.MAX_SENT
-    for _ in range(50):
-        made.receive()
-        made.answer()
-    assert list(made.readers) == [b"slow"] and len(made.readers[b"slow"]) == MAX_WAITING
-    assert not made.answer()
+def batches(reader, *numbers, patience=PATIENCE_MS):
+    return [(reader, number(i), b"batch %d" % i, patience) for i in numbers]
 
 
-def test_what_a_reader_gets_who_asks_twice():
-    made = replays([[b"a", b"", number(6)], [b"gone", b"", bytes(8)], [b"a", b"", bytes(8)],
-                    [b"b", b"x", bytes(8)], [b"b", b"", b"short"], [b"b", bytes(8)], [b"b", b"", b"\xff" * 8]])  # fmt: skip
-    made.receive()
-    while made.answer():
-        pass
-    assert not made.readers
-    of_a = [tuple(m[3:]) for m in made._socket.sent if m[0] == b"a"]
-    end = (END, b"")
-    batch = [(number(i), b"batch %d" % i) for i in range(8)]
-    assert of_a == [*batch[6:], end, *batch[3:], end]
-    assert [tuple(m[3:]) for m in made._socket.sent if m[0] == b"b"] == [end]
+def end(reader):
+    return [(reader, END, b"", PATIENCE_MS)]
 
 
-def test_a_new_reader_takes_the_place_of_the_one_that_has_not_read_for_longest():
-    made = replays([])
-    for i in range(MAX_READERS):
-        made._socket.requests.append([b"slow %d" % i, b"", bytes(8)])
-        made.receive()
-        made.answer()
-    made._socket.requests.append([b"good", b"", bytes(8)])
-    made.receive()
-    assert b"slow 0" not in made.readers and b"slow 1" in made.readers
-    assert len(made.readers) == MAX_READERS
-    while made.answer():
-        pass
-    assert made._socket.sent[-1][3] == END
+def test_what_readers_get_who_ask_twice_leave_or_do_not_ask():
+    sent = replayed([b"a", b"", number(6)], [b"gone", b"", bytes(8)], [b"a", b"", bytes(8)],
+                    [b"b", b"x", bytes(8)], [b"b", b"", b"short"], [b"b", bytes(8)], [b"b", b"", b"\xff" * 8])  # fmt: skip
+    a = batches(b"a", 6, 7) + end(b"a") + batches(b"a", 3, 4, 5, 6, 7) + end(b"a")
+    assert sent == a + end(b"b")
+
+
+def test_nobody_waits_twice_for_a_reader_that_does_not_read():
+    asks = [[b"slow", b"", number(n)] for n in (0, 5, 5, 6)]
+    sent = replayed(*asks[:2], [b"a", b"", number(7)], *asks[2:], slow=(2, 0, 1, 100))
+    first, again = batches(b"slow", 3, 4), batches(b"slow", 5, patience=0)
+    last = batches(b"slow", 6, patience=0) + batches(b"slow", 7) + end(b"slow")
+    assert sent == first + batches(b"a", 7) + end(b"a") + again + last

@@ -143,8 +143,8 @@ def test_what_is_not_served_is_refused_by_name(scheduled, layers):
 def test_vllm_reads_adapter_images_salt_and_session_of_events(layers):
     full, *rest = layers["events"]
     keys = [["sql", "tenant"], ["sql", ["c0ffee00" * 8, 1]], ["sql"]]
-    assert full == ["BlockStored", 3, "sql", keys, "s", 0, "full_attention"]
+    assert full == ["BlockStored", "sql", keys, "s", 0, "full_attention"]
     stored = [event for event in rest if event[0] == "BlockStored"]
-    assert {tuple(event[5:]) for event in stored} == {(1, "sliding_window")}
-    assert all(event[1:3] == [3, "sql"] for event in stored)
+    assert {tuple(event[4:]) for event in stored} == {(1, "sliding_window")}
+    assert all(event[1] == "sql" for event in stored)
     assert rest[-1][0] == "AllBlocksCleared"

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.config import DSparkConfig
-from quire.models.deepseek_v4.dspark import DSparkDrafter
-from quire.models.deepseek_v4.mtp import MTPDrafter
+from quire.models.deepseek_v4.drafters import DSparkDrafter, MTPDrafter
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
 from quire.models.engine.graphs import DecodeGraphs, GraphShape

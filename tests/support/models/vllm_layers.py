@@ -37,7 +37,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from quire.bench.common.bounds import allowed
 from quire.kvcore import EventLog, GroupSpec, KVCache
-from quire.models.integrations.kv_events_zmq import encode_batch, lora_key
+from quire.models.integrations.kv_events import encode_batch, lora_key
 
 BLOCK, HEADS, KV_HEADS, SIZE, VOCAB, LONGEST, CHUNK = 16, 4, 2, 32, 50, 160, 32
 CASES = {
@@ -241,11 +241,9 @@ def events():
     kv.commit(kv.plan([slot], [12]), tokens)
     kv.release("r1")
     kv.clear()
-    payload = encode_batch(
-        log.take()[1], ts=1.0, data_parallel_rank=0, lora_ids={"sql": 3}, session_of={"r1": "s"}.get
-    )
+    payload = encode_batch(log.take()[1], ts=1.0, data_parallel_rank=0, session_of={"r1": "s"}.get)
     batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
-    names = ("lora_id", "lora_name", "extra_keys", "session_id", "group_idx", "kv_cache_spec_kind")
+    names = ("lora_name", "extra_keys", "session_id", "group_idx", "kv_cache_spec_kind")
     return [[type(e).__name__, *(getattr(e, name, None) for name in names)] for e in batch.events]
 
 

@@ -277,13 +277,14 @@ def drafter_hits(where):
     hits = []
     for drops in (False, True):
         scheduler = scheduler_of(QuireScheduler, configuration(where, 100), specs_of(DENSE))
-        scheduler.use_eagle_block_drop = drops
+        scheduler.kv_cache_manager.use_eagle = drops
         manager = CacheManager(scheduler)
         for end in (100, 97, 81):
             request = request_of(f"e{end}", [5] * end)
             found, hit, _ = manager.get_computed_blocks(request)
             hits.append(hit)
             manager.allocate_slots(request, end - hit, hit, found)
+            manager.take_boundary_state_offloads()
             manager.free(request)
     return hits
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from quire.models.chat import find_chat
-from quire.models.deepseek_v4.chat import BOS, EOS, OFFICIAL, PREVIEW, DeepseekV4Chat
+from quire.models.chat_deepseek_v4 import BOS, EOS, OFFICIAL, PREVIEW, DeepseekV4Chat
 
 SYSTEM = {"role": "system", "content": "S"}
 
