@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..config.fields import MAX_INT32, NumTokens, Positive, Share, check_fields, ints
+from ..config.fields import MAX_INT32, Positive, Share, check_fields, ints
 
 Impl = Literal["triton", "torch"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_per_tensor"]
 RejectionSampleMethod = Literal["strict", "standard"]
 IMPLS, KV_CACHE_DTYPES = get_args(Impl), get_args(KvCacheDtype)
+Count = ints(1, MAX_INT32)
 NumPages = ints(0, MAX_INT32)
 Seed = ints(0, 2**64 - 1)
 
@@ -54,13 +55,13 @@ class EngineConfig:
             max_num_batched_tokens.
     """
 
-    max_num_seqs: NumTokens = 64
-    max_num_batched_tokens: NumTokens = 2048
-    max_model_len: NumTokens | None = None
+    max_num_seqs: Count = 64
+    max_num_batched_tokens: Count = 2048
+    max_model_len: Count | None = None
     num_pages: NumPages | None = None
     memory_fraction: Share | None = None
     kv_cache_dtype: KvCacheDtype = "auto"
-    retention: str | NumTokens = "auto"
+    retention: str | Count = "auto"
     enable_caching: bool = True
     replay: bool = False
     host_cache_gib: Positive | None = None
@@ -69,7 +70,7 @@ class EngineConfig:
     rejection_sample_method: RejectionSampleMethod = "strict"
     decode_graphs: bool | None = None
     async_scheduling: bool | None = None
-    tensor_parallel_size: NumTokens = 1
+    tensor_parallel_size: Count = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
