@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..config.fields import MAX_INT32, Positive, Share, check_fields, ints
+from ..config.fields import MAX_INT32, Share, check_fields, floats, ints
 
 Impl = Literal["triton", "torch"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_per_tensor"]
@@ -14,6 +14,7 @@ IMPLS, KV_CACHE_DTYPES = get_args(Impl), get_args(KvCacheDtype)
 Count = ints(1, MAX_INT32)
 NumPages = ints(0, MAX_INT32)
 Seed = ints(0, 2**64 - 1)
+Gib = floats(1e-9, 1e6)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class EngineConfig:
     retention: str | Count = "auto"
     enable_caching: bool = True
     replay: bool = False
-    host_cache_gib: Positive | None = None
+    host_cache_gib: Gib | None = None
     seed: Seed = 0
     impl: Impl | None = None
     rejection_sample_method: RejectionSampleMethod = "strict"

@@ -370,7 +370,7 @@ def test_settings():
     with pytest.raises(ValueError, match="fit the memory"):
         toy_engine(host_cache_gib=1e6)
     with pytest.raises(ValueError, match=r"^host_cache_gib: expected at least .*\(one page of"):
-        toy_engine(host_cache_gib=1e-12)
+        toy_engine(host_cache_gib=1e-9)
     assert "\nbehind    150 KiB of host memory\n" in toy_engine().memory.describe()
     plain = Engine(ToyModel(), EngineConfig(num_pages=40))
     plain.close()
