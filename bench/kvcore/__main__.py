@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, and write it where `--json` says; returns the exit status."""
     args = _parser().parse_args(argv)
     rows: list[Row] = []
+    print(f"{'figure':<24} {'groups':<12} {'value':>10} unit")
     for spec in MODELS[args.model]:
         new = spec_rows(spec, args.requests, args.repeats, args.steps)
         show(new)
