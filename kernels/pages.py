@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import gcd
 
 import torch
 import triton
@@ -36,8 +35,8 @@ BLOCK = 2048
 # under way, and a program has 8 KiB; device memory has some MiB under way.
 HOST_PROGRAMS = 32
 DEVICE_PROGRAMS = 1024
-ALIGNMENT = 4  # bytes; required of addresses, strides and sizes of rows
-FASTEST = 16
+WORD_BYTES = 4
+ALIGNMENT = tl.constexpr(16)  # bytes; required of addresses, strides and sizes of rows
 
 
 def write_kv(
@@ -202,11 +201,10 @@ class PoolPages:
     Args:
         tensors: [num_pages, page_bytes] uint8 each, on one device, with equal strides, the last one
             1; may be views of one memory. Addresses, page_bytes and the page stride are multiples
-            of 4; copies are fastest if they are multiples of 16.
+            of 16.
 
     Attributes:
         addresses: [num_tensors] int64, addresses of the tensors, on their device.
-        is_aligned: True if addresses, page_bytes and the page stride are multiples of 16.
 
     Raises:
         ValueError: invalid ``tensors``.
@@ -214,7 +212,6 @@ class PoolPages:
 
     tensors: Sequence[Tensor]
     addresses: Tensor = field(init=False)
-    is_aligned: bool = field(init=False)
 
     def __post_init__(self) -> None:
         tensors = self.tensors
@@ -235,10 +232,8 @@ class PoolPages:
                 )
         found = [tensor.data_ptr() for tensor in tensors]
         addresses = torch.tensor(found, dtype=torch.int64, device=first.device)
-        aligned = gcd(*found, first.shape[1], first.stride(0)) % FASTEST == 0
         object.__setattr__(self, "tensors", tuple(tensors))
         object.__setattr__(self, "addresses", addresses)
-        object.__setattr__(self, "is_aligned", aligned)
 
     @property
     def device(self) -> torch.device:
@@ -275,7 +270,7 @@ def gather_pages(
         pages: page tensors.
         page_ids: [num_copies] int64 in [0, pages.num_pages).
         buffer: [num_rows, pages.num_bytes] uint8; last stride 1, address and row stride multiples
-            of 4; on the device of the pages, or in pinned host memory.
+            of 16; on the device of the pages, or in pinned host memory.
         rows: [num_copies] int64 in [0, num_rows), distinct.
         impl: "triton" (default for CUDA tensors): one launch; ids on the device of the pages.
             "torch" (default for CPU tensors): one copy per page and tensor. On a GPU its copy
@@ -334,19 +329,17 @@ def _copy(pages, page_ids, buffer, rows, impl, *, gather: bool) -> None:
         expect_ids("rows", rows, len(buffer))
     if chosen == "torch":
         return _copy_torch(pages, page_ids, buffer, rows, gather)
-    num_tensors, words = len(pages.tensors), pages.page_bytes // ALIGNMENT
+    num_tensors, words = len(pages.tensors), pages.page_bytes // WORD_BYTES
     block = min(BLOCK, next_power_of_2(words))
     num_pieces = page_ids.shape[0] * num_tensors * triton.cdiv(words, block)
     most = DEVICE_PROGRAMS if buffer.device == pages.device else HOST_PROGRAMS
-    aligned = pages.is_aligned and gcd(buffer.data_ptr(), buffer.stride(0)) % FASTEST == 0
     with torch.cuda.device_of(pages.addresses):
         launching.launch(
             _copy_pages_kernel, (min(num_pieces, most),),
             addresses=pages.addresses, page_ids=page_ids, buffer=buffer, rows=rows,
             num_pieces=num_pieces, NUM_TENSORS=num_tensors, WORDS=words,
-            PAGE_STRIDE=pages.tensors[0].stride(0) // ALIGNMENT,
-            ROW_STRIDE=buffer.stride(0) // ALIGNMENT, ALIGN=FASTEST if aligned else ALIGNMENT,
-            GATHER=gather, BLOCK=block, num_warps=4,
+            PAGE_STRIDE=pages.tensors[0].stride(0) // WORD_BYTES,
+            ROW_STRIDE=buffer.stride(0) // WORD_BYTES, GATHER=gather, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return None
 
@@ -358,10 +351,8 @@ def _expect_alignment(name: str, tensor: Tensor) -> None:
         ("rows whose stride", tensor.stride(0)),
         ("an address that", tensor.data_ptr()),
     ):
-        if number % ALIGNMENT:
-            raise ValueError(
-                f"{name}: expected {what} is a multiple of {ALIGNMENT} bytes, got {number}"
-            )
+        if number % ALIGNMENT.value:
+            raise ValueError(f"{name}: expected {what} is a multiple of 16 bytes, got {number}")
 
 
 @torch.no_grad()
@@ -382,17 +373,17 @@ def _copy_pages_kernel(
     addresses, page_ids, buffer, rows, num_pieces,
     NUM_TENSORS: tl.constexpr, WORDS: tl.constexpr,
     PAGE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
-    ALIGN: tl.constexpr, GATHER: tl.constexpr, BLOCK: tl.constexpr,
+    GATHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     PIECES: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK  # per page and tensor
-    cells = tl.multiple_of(buffer.to(tl.pointer_type(tl.int32)), ALIGN)
+    cells = tl.multiple_of(buffer.to(tl.pointer_type(tl.int32)), ALIGNMENT)
     for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
         tensor = piece // PIECES % NUM_TENSORS
         copy = piece // PIECES // NUM_TENSORS
         word = piece % PIECES * BLOCK + tl.arange(0, BLOCK)
         page, row = tl.load(page_ids + copy), tl.load(rows + copy)
         base = tl.load(addresses + tensor).to(tl.pointer_type(tl.int32))
-        of_page = tl.multiple_of(base, ALIGN) + page * PAGE_STRIDE + word
+        of_page = tl.multiple_of(base, ALIGNMENT) + page * PAGE_STRIDE + word
         of_row = cells + row * ROW_STRIDE + (tensor * WORDS + word)
         if GATHER:
             values = tl.load(of_page, mask=word < WORDS, other=0)

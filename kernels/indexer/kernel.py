@@ -90,15 +90,6 @@ def _visible_entries(seq, token, seq_lens, cu_seqlens_q, num_seqs, num_entries, 
     return tl.where(real, tl.minimum(tokens // compress_ratio, num_entries), 0)
 
 
-@triton.jit
-def _load_page(table, entry, high, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page id of the tile that begins at ``entry``, or of each of its keys if a tile may span pages;
-    0 from ``high`` on."""
-    if ROWS % BLOCK_N != 0:
-        entry = entry + tl.arange(0, BLOCK_N)
-    return tl.load(table + entry // ROWS, mask=entry < high, other=0)
-
-
 @triton.jit(do_not_specialize=["num_seqs", "first_row", "last_row", "num_entries", "entries_per_program", "topk", "tokens"])  # fmt: skip
 def index_scores_kernel(
     q, weights, keys, block_table, seq_lens, cu_seqlens_q, workspace,
@@ -140,11 +131,10 @@ def index_scores_kernel(
         high = tl.minimum(tl.max(visible, 0), low + entries_per_program)
         end = tl.minimum(visible, high)
         table = block_table.data + (tl.zeros([], tl.int64) + seq) * block_table.stride_seq
-        page = _load_page(table, low, high, ROWS, BLOCK_N)
         for entry in tl.range(low, high, BLOCK_N):
             entries = entry + offs_n
             row = entries % ROWS
-            page_id = page.to(tl.int64)
+            page_id = tl.load(table + entries // ROWS, mask=entries < high, other=0).to(tl.int64)
             key = keys.data + (page_id * keys.stride_page + row * keys.stride_row)
             # Past the end these are other rows of real pages, whose scores are not stored.
             tile = tl.load(key[:, None] + dim[None, :])
@@ -159,7 +149,6 @@ def index_scores_kernel(
                 score *= tl.load(scales + (page_id * (keys.stride_page // 4) + row))[:, None]
             stored = entries[:, None] < end[None, :]
             tl.store(out[None, :] + entries[:, None], score, mask=stored)
-            page = _load_page(table, entry + BLOCK_N, high, ROWS, BLOCK_N)
 
 
 @triton.jit

@@ -82,9 +82,12 @@ def _check(x, weight, eps, offset, residual, post_weight, scalar, out) -> None:
     checks.expect_int("x: size", size, 1)
     checks.expect_positive("eps", eps, least=-100)
     checks.expect_number("offset", offset)
-    if weight is not None:
-        checks.expect_tensor("weight", weight, (size,), checks.MODEL_DTYPES, device=x.device)
-    elif out is not None:
+    for name, tensor, n in (
+        ("weight", weight, size), ("post_weight", post_weight, size), ("scalar", scalar, 1)
+    ):  # fmt: skip
+        if tensor is not None:
+            checks.expect_tensor(name, tensor, (n,), checks.MODEL_DTYPES, device=x.device)
+    if weight is None and out is not None:
         raise ValueError("out: expected None without a weight, got a tensor")
     if residual is not None:
         checks.expect_tensor("residual", residual, (num_rows, size), x.dtype, device=x.device)
@@ -92,12 +95,6 @@ def _check(x, weight, eps, offset, residual, post_weight, scalar, out) -> None:
     elif weight is None or post_weight is not None or scalar is not None:
         why = "without a weight" if weight is None else "with a post_weight or a scalar"
         raise ValueError(f"residual: expected a tensor {why}, got None")
-    if post_weight is not None:
-        checks.expect_tensor(
-            "post_weight", post_weight, (size,), checks.MODEL_DTYPES, device=x.device
-        )
-    if scalar is not None:
-        checks.expect_tensor("scalar", scalar, (1,), checks.MODEL_DTYPES, device=x.device)
     if out is not None:
         dtypes = (x.dtype,) if x.dtype == torch.float32 else (x.dtype, torch.float32)
         checks.expect_tensor("out", out, (num_rows, size), dtypes, device=x.device)

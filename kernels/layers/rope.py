@@ -131,12 +131,8 @@ def _torch(
     first, second = rows.chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     low, high = out[:, :rotated].chunk(2, -1)
-    if out.dtype == torch.float32:
-        torch.mul(first, cos, out=low).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=high).addcmul_(first, sin)
-    else:
-        low.copy_((first * cos).addcmul_(second, sin, value=-1))
-        high.copy_((second * cos).addcmul_(first, sin))
+    low.copy_((first * cos).addcmul_(second, sin, value=-1))
+    high.copy_((second * cos).addcmul_(first, sin))
     if norm_v:
         out[:, rotated:] = norm(qkv[:, qkv.shape[1] - num_kv_heads :])
 

@@ -463,8 +463,8 @@ def page(*shape):
 POOL_PAGES = [
     *refused("tensors", (), page(3, 16)),
     *(row for tensor in (
-        3, zeros(3, 16), page(16, 3).t(), page(1, 16).expand(3, -1), page(3, 0), page(3, 18), page(3, 18)[:, :16],
-        page(3, 20)[:, 2:18],
+        3, zeros(3, 16), page(16, 3).t(), page(1, 16).expand(3, -1), page(3, 0), page(3, 20), page(3, 20)[:, :16],
+        page(3, 32)[:, 4:20],
     ) for row in refused("tensors", [tensor], blamed="tensors[0]")),
     *refused("tensors", [page(3, 16), page(4, 16)], blamed="tensors[1]"),
 ]  # fmt: skip

@@ -16,13 +16,11 @@ CASES = {  # tensors, page bytes, bytes between pages, copies, bytes between row
     "one-tensor": (1, 64, 0, 3, 0),
     "three-tensors": (3, 1168, 0, 4, 0),  # two rows of 584 bytes
     "views-of-a-pool": (2, 96, 32, 3, 48),
-    "eight-bytes": (2, 584, 0, 3, 0),
-    "four-bytes": (3, 132, 0, 2, 4),
-    "one-word": (2, 4, 0, 3, 0),
+    "no-power-of-two": (3, 144, 16, 6, 16),
+    "four-words": (2, 16, 0, 3, 0),
     "more-than-a-piece": (2, 8192 + 64, 0, 2, 0),
     "nothing": (2, 64, 0, 0, 0),
     "six-tensors": (6, 64, 0, 5, 0),
-    "gaps-of-four-bytes": (3, 132, 4, 6, 0),
 }
 NUM_PAGES, NUM_ROWS = 7, 6
 MAP_NORESERVE = 0x4000  # Python 3.12 and before have no name for it
