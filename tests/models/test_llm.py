@@ -60,13 +60,6 @@ def test_text_leaves_the_stopping_id_out():
     assert stopped.text == ByteTokenizer().decode(free.token_ids[:end])
 
 
-def test_byte_tokenizer():
-    tokenizer = ByteTokenizer()
-    assert tokenizer.encode("aé") == [2, 100, 198, 172]
-    assert tokenizer.decode([2, 100, 198, 172, 1, 0]) == "aé"
-    assert tokenizer.decode([198]) == "�"
-
-
 def test_tokenizer_json(tmp_path):
     tokenizers = pytest.importorskip("tokenizers", reason="reads tokenizer.json files")
     words = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "one": 3, "two": 4, "[UNK]": 5}

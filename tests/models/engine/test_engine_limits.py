@@ -34,13 +34,12 @@ def outputs(engine, prompts, params):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "num_heads", "num_kv_heads"),
-    [(24, 4, 2), (6, 3, 1), (2, 5, 5), (96, 6, 2), (40, 7, 1), (100, 4, 4), (768, 1, 1)],
-)
-@pytest.mark.parametrize(
-    ("name", "kv_cache_dtype"),
-    [("gemma3-tiny", "auto"), ("gemma3-tiny", "fp8"), ("gpt-oss-tiny", "fp8")],
-)
+    ("head_dim", "num_heads", "num_kv_heads", "name", "kv_cache_dtype"),
+    [
+        (24, 4, 2, "gemma3-tiny", "auto"), (6, 3, 1, "gpt-oss-tiny", "fp8"), (2, 5, 5, "gemma3-tiny", "fp8"), (96, 6, 2, "gpt-oss-tiny", "auto"),
+        (40, 7, 1, "gemma3-tiny", "auto"), (100, 4, 4, "gpt-oss-tiny", "fp8"), (768, 1, 1, "gemma3-tiny", "fp8"),
+    ],
+)  # fmt: skip
 def test_torch_takes_any_head_size(name, head_dim, num_heads, num_kv_heads, kv_cache_dtype):
     model = random_model(resized(name, head_dim, num_heads, num_kv_heads))
     config = EngineConfig(max_num_batched_tokens=64, num_pages=200, kv_cache_dtype=kv_cache_dtype, max_num_seqs=4)  # fmt: skip

@@ -36,7 +36,7 @@ from tests.support.models.toy import finish
 
 FAMILIES = ("llama-tiny", "gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "gpt-oss-tiny", "deepseek-v4-tiny", "dspark")  # fmt: skip
 ROOT = Path(__file__).resolve().parents[3]
-MAX_TOKENS = 20
+MAX_TOKENS = 12
 PREFIX = torch.randint(3, 259, (70,), generator=torch.Generator().manual_seed(7)).tolist()
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
 
