@@ -22,7 +22,7 @@ from quire.kernels import (
 )
 from tests.kernels.latent import test_flash_mla as flash_cases
 from tests.kernels.oracles import latent_write as reference_latent
-from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.helpers import DEVICE, NAN, assert_within_budget, drawing
 from tests.support.kernels import compressed_cases, indexer_cases
 from tests.support.kernels import mla_cases as dense_cases
 from tests.support.kernels.edges import (
@@ -357,11 +357,7 @@ def expect_written(function, given, impl):
 
 def compress_arguments():
     """Two sequences that close window 1 and window 0 of 4 tokens, the first with rows of an earlier step."""
-    generator = torch.Generator().manual_seed(11)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator).to(DEVICE)
-
+    _, normal = drawing(11)
     angle = torch.arange(8.0, device=DEVICE)[:, None] * torch.tensor([1.0, 0.1], device=DEVICE)
     return {
         "kv": normal(6, 16), "gate": normal(6, 16), "ape": normal(4, 16), "state": normal(3, 8, 2, 16), "state_index": ints(2, 0),

@@ -23,6 +23,12 @@ NAN = float("nan")
 NO_PAGE = 2**30
 
 
+def drawing(seed: int) -> tuple[torch.Generator, Callable[..., torch.Tensor]]:
+    """A generator, and a function of a shape that draws normal numbers from it, on the device."""
+    generator = torch.Generator().manual_seed(seed)
+    return generator, lambda *shape: torch.randn(shape, generator=generator).to(DEVICE)
+
+
 def needs_e4m3_conversions() -> None:
     """Skip a test of instructions that convert e4m3 on a device that has none, as sm_80."""
     arch, _ = launching.arch_and_sms(torch.empty(0, device=DEVICE))

@@ -11,7 +11,7 @@ import torch
 from quire.kernels import IndexPages, LatentPages, compress, compressor, page_bytes
 from quire.kernels.common import launching
 from tests.kernels.oracles import compressor as reference
-from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.helpers import DEVICE, NAN, assert_within_budget, drawing
 from tests.support.kernels.quantised import assert_quantised
 from tests.support.oracles import once
 
@@ -63,11 +63,7 @@ class Run:
 
     def __init__(self, case, seed=0):
         self.case = case
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(*shape):
-            return torch.randn(shape, generator=generator).to(DEVICE)
-
+        generator, normal = drawing(seed)
         num_seqs, c = len(case.steps[0]), case.channels
         self.lengths = [case.start + sum(step[s] for step in case.steps) for s in range(num_seqs)]
         longest = max(self.lengths)

@@ -10,7 +10,7 @@ from quire.bench.common.bounds import UNIT, bounded, bounding, rounded
 from quire.kernels import collapse_streams, expand_streams
 from quire.kernels.common import launching
 from tests.kernels.oracles import hyper_connections as reference
-from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.helpers import DEVICE, NAN, assert_within_budget, drawing
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -70,11 +70,7 @@ CASES = {
 
 def make_call(case, seed=3):
     """Keyword arguments of ``collapse_streams``; tokens are parts of wider rows."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator).to(DEVICE)
-
+    _, normal = drawing(seed)
     t, n, size = case.num_tokens, case.n, case.hidden_size
     streams = normal(t, n + 1, size + 16).to(case.dtype)[:, 1:, 16:]
     if case.shared:

@@ -9,7 +9,7 @@ import torch
 from quire.bench.common.bounds import Bounded, bounded
 from quire.kernels import LatentPages, page_bytes, write_latent
 from tests.kernels.oracles import latent_write as reference
-from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.helpers import DEVICE, NAN, assert_within_budget, drawing
 from tests.support.kernels.quantised import assert_quantised
 from tests.support.oracles import once
 
@@ -75,11 +75,7 @@ def make_pages(case, num_pages):
 
 def make_call(case, num_pages=4, max_position=50):
     """Keyword arguments of ``write_latent``, without the pages; every third row has no slot."""
-    generator = torch.Generator().manual_seed(3)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator).to(DEVICE)
-
+    generator, normal = drawing(3)
     n, dim = case.num_rows, case.head_dim
     fused = normal(n, dim + 16).to(case.dtype)  # rows of a wider projection, as a model has them
     angle = normal(max_position, case.rope_dim // 2) * 100

@@ -8,7 +8,7 @@ import torch
 from quire.bench.common.bounds import UNIT, allowed, bounded, bounding, rounded
 from quire.kernels import combine_experts, route_tokens
 from tests.kernels.oracles import routing as reference
-from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.helpers import DEVICE, NAN, assert_within_budget, drawing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +50,7 @@ CASES = {
 
 def make_call(case):
     """Keyword arguments of ``route_tokens``; logits are columns of a wider product."""
-    generator = torch.Generator().manual_seed(3)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator).to(DEVICE)
-
+    generator, normal = drawing(3)
     n = case.num_experts
     call = {
         "logits": (normal(case.num_tokens, n + 8) * case.spread)[:, 8:],

@@ -6,7 +6,7 @@ import torch
 
 from quire.kernels import copy_overlap
 from tests.kernels.oracles import overlap as reference
-from tests.support.helpers import DEVICE, NAN
+from tests.support.helpers import DEVICE, NAN, drawing
 
 CASES = {  # sequences, blocks that each may save, ratio, width, ring
     "small": (2, 1, 4, 16, 8),
@@ -22,11 +22,7 @@ def make_call(name):
     """Arguments; all tensors are parts of wider ones. Every other sequence loads, and every other
     block is saved; what belongs to the rest, and series b, is poison."""
     num_seqs, blocks, ratio, width, ring = CASES[name]
-    generator = torch.Generator().manual_seed(2)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator).to(DEVICE)
-
+    generator, normal = drawing(2)
     num_tokens, num_pages = 7, num_seqs * (1 + blocks) + 1
     both, ape = normal(num_tokens, 4 * width + 3), normal(ratio, 2 * width)
     for series_b in (both[:, width : 2 * width], both[:, 3 * width :], ape[:, width:]):
