@@ -89,6 +89,9 @@ class Launch:
 
 def random_groups(rng: random.Random) -> list[GroupSpec]:
     """Up to four groups whose segments have at most 32 tokens, some with a drafter's lookahead."""
+    if rng.random() < 0.2:  # a replay is shorter than most prompts
+        specs = [GroupSpec(f"g{i}", "window", 4, 4096, rng.randint(2, 6)) for i in range(2)]
+        return [GroupSpec("dense", "dense", rng.choice((4, 8)), 4096), *specs]
     base, specs = rng.choice((1, 2, 3, 4, 4, 8)), []
     kinds = rng.choices(("dense", "window", "state"), (4, 4, 2), k=rng.choice((1, 2, 2, 3, 3, 4)))
     if rng.random() < 0.1:  # a hybrid model with a drafter
@@ -112,7 +115,7 @@ def random_options(rng: random.Random, specs: list[GroupSpec]) -> dict:
         blocks = {"dense": max_len, "window": (g.sliding_window or 0) + drafts + 64, "state": 0}
         need += blocks[g.kind] // g.block_size + 2
     replays = None
-    if not any(g.kind == "state" for g in specs) and rng.random() < 0.4:
+    if not any(g.kind == "state" for g in specs) and rng.random() < 0.7:
         reach = sum((g.sliding_window or 1) - 1 for g in specs)
         replays = max(1, reach * rng.choice((1, 3)))
     return {
@@ -142,7 +145,7 @@ class Life:
     weights: ClassVar = {
         "admit": 5, "abort": 0.7, "evict_pages": 0.4, "reset": 0.05, "look": 2, "step": 14, "decode": 2,
         "rollback": 3, "release": 3, "preempt": 1, "pin": 1, "expire_pins": 0.5,
-        "evict": 0.7, "clear": 0.05, "ahead": 2, "store": 2, "load": 2, "bounce": 1.5, "end_job": 4,
+        "evict": 0.7, "clear": 0.05, "ahead": 2, "store": 2, "load": 2, "bounce": 1.5, "end_job": 4, "replay": 2,
     }  # fmt: skip
 
     def __init__(self, seed: int, calls: Counter) -> None:
@@ -310,6 +313,7 @@ class Life:
             self.policy.fails = set()
         slot = self.call("admit", rid, match, resumed=self.rng.random() < 0.2)
         assert self.kv.slot_of(rid) == slot
+        self.calls["replays"] += match.replay_from is not None
         self.requests.append(request := Request(rid, slot, text, match))
         self.begin(request)
 
@@ -602,7 +606,10 @@ class Life:
         """Certain pages become free, except those that running requests and open jobs have."""
         kv, rng = self.kv, self.rng
         pages = rng.choices(range(1, kv.num_pages), k=rng.choice((0, 1, 1, 4, kv.num_pages)))
-        before = kv.num_free_pages
+        self.evict_these(pages)
+
+    def evict_these(self, pages: list[int]) -> None:
+        kv, before = self.kv, self.kv.num_free_pages
         stayed = self.try_call("evict_pages", self.lend(pages))
         if stayed is None:
             return
@@ -616,6 +623,14 @@ class Life:
         stayed, free = {*stayed.tolist()}, {*kv.pool.free_pages().tolist()}
         assert stayed <= {*pages} & used and kv.num_free_pages >= before
         assert free >= {*pages} - stayed and not free & stayed
+
+    def replay(self) -> None:
+        """Without resume points, a prompt that goes on with a running request's text replays."""
+        self.evict_these([p for p in self.kv.pool.holds.nonzero()[0].tolist() if p])
+        if self.requests and len(self.requests) < MAX_REQUESTS:
+            base = max((r.text for r in self.requests), key=len)
+            tokens = (base.tokens + self.bits(1, 8))[: self.kv.max_model_len - 4]
+            self.admit_text(Text(tokens, base.salt, list(base.extra_keys)))
 
     def clear(self) -> None:
         self.intact = False

@@ -23,3 +23,4 @@ def test_lives():
     ):  # fmt: skip
         assert calls[name] > LIVES // 8, name
     assert calls["commit"] > 6 * LIVES and calls["kept loads"] and calls["jobs failed"]
+    assert calls["replays"] > LIVES // 8
