@@ -93,7 +93,7 @@ class MTPDrafter(DeviceDrafter):
         model, streams = self.model, self._streams[request_slots]
         (num_seqs, num_layers), device = streams.shape[:2], seq_lens.device
         out = streams[:, :0]  # of the layer before, at the guessed rows
-        ids = choose(model.draft_logits(0, streams[:, 0], self._impl))[:, None]
+        ids = choose(model.logits(streams[:, 0], self._impl, of=model.mtp[0]))[:, None]
         while (count := ids.shape[1]) < num_drafts:
             before, index = (min(i, num_layers - 1) for i in (count - 1, count))
             rows = torch.cat([streams[:, before : before + 1], out], dim=1)
@@ -113,7 +113,7 @@ class MTPDrafter(DeviceDrafter):
             out = model.draft_streams(
                 index, rows.flatten(0, 1), ids.flatten(), positions.flatten(), attend
             ).unflatten(0, (num_seqs, count))
-            draft = choose(model.draft_logits(index, out[:, -1], self._impl))
+            draft = choose(model.logits(out[:, -1], self._impl, of=model.mtp[index]))
             ids = torch.cat([ids, draft[:, None]], dim=1)
         return ids
 

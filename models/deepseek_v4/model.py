@@ -403,10 +403,6 @@ class DeepseekV4(nn.Module):
         streams = mtp.h_proj(mtp.hnorm(streams)) + mtp.e_proj(mtp.enorm(embeds))[:, None]
         return mtp(streams, next_ids, positions, self.rope[SLIDING], attend)
 
-    def draft_logits(self, index: int, streams: Tensor, impl: str | None = None) -> Tensor:
-        """Logits [num_rows, vocab_size] fp32 of the token after the next, from `draft_streams`."""
-        return self.logits(streams, impl, of=self.mtp[index])
-
     def expect_impl(self, impl: str) -> None:
         """Refuse sizes that the kernels are not made for: NotImplementedError."""
         config = self.config

@@ -32,6 +32,24 @@ DRAFTER_ROWS = 2
 Rotary = tuple[Tensor, Tensor]
 
 
+def rope_frequencies(config: ModelConfig, device: torch.device) -> dict[str, Tensor]:
+    """RoPE of each kind of layer: base, scaling and head_dim all may differ."""
+    shapes = ((SLIDING, config.sliding), (FULL, config.full))
+    return {
+        kind: inverse_frequencies(shape.rope, shape.head_dim).to(device)
+        for kind, shape in shapes
+        if shape is not None
+    }
+
+
+def rotary_of(
+    config: ModelConfig, frequencies: dict[str, Tensor], positions: Tensor
+) -> dict[str, Rotary]:
+    """Cosines and sines of each kind of layer at positions [num_rows] int64."""
+    amplitude = config.full.rope.amplitude
+    return {kind: rotary_angles(positions, own, amplitude) for kind, own in frequencies.items()}
+
+
 class Decoder(nn.Module):
     """A text model with uninitialized weights; `models.loading.weights` fills them.
 
@@ -67,7 +85,7 @@ class Decoder(nn.Module):
         self.kv_scales = [(1.0, 1.0)] * config.num_layers
         self.embed_tokens = Embedding(config.vocab_size, size, self.place, scale=embedding_scale)
         self.norm = RMSNorm(size, config.rms_norm_eps, self.place, offset=config.norm_offset)
-        self.frequencies = self._frequencies(self.place.device)
+        self.frequencies = rope_frequencies(config, self.place.device)
         self.lm_head = None
         if not config.tie_word_embeddings:
             self.lm_head = Linear(size, self.embed_tokens.num_rows, self.place)
@@ -89,16 +107,7 @@ class Decoder(nn.Module):
                         torch.empty_like(weight, device=where), requires_grad=False
                     )
                     setattr(module, name.rpartition(".")[2], empty)
-        self.frequencies = self._frequencies(device)
-
-    def _frequencies(self, device: torch.device) -> dict[str, Tensor]:
-        """RoPE of each kind of layer: base, scaling and head_dim all may differ."""
-        shapes = ((SLIDING, self.config.sliding), (FULL, self.config.full))
-        return {
-            kind: inverse_frequencies(shape.rope, shape.head_dim).to(device)
-            for kind, shape in shapes
-            if shape is not None
-        }
+        self.frequencies = rope_frequencies(self.config, device)
 
     @property
     def device(self) -> torch.device:
@@ -214,9 +223,8 @@ class Decoder(nn.Module):
 
         From the first layer without its own keys and values on, only ``attend.rows`` of them.
         """
-        x, rotary, inputs, layers = self.embed_tokens(input_ids), {}, None, list(self.layers)
-        for kind, frequencies in self.frequencies.items():
-            rotary[kind] = rotary_angles(positions, frequencies, self.config.full.rope.amplitude)
+        x, inputs, layers = self.embed_tokens(input_ids), None, list(self.layers)
+        rotary = rotary_of(self.config, self.frequencies, positions)
         if self.config.per_layer_input_size:
             inputs = self.per_layer_inputs(input_ids, x)
         branch = layers[0].input_layernorm.after(x, impl=attend.impl)

@@ -33,10 +33,10 @@ from ..config.model import SLIDING, ModelConfig
 from ..engine.device_drafter import DeviceDrafter
 from ..layers.basic import Embedding, Linear, RMSNorm, WeightPlacement
 from ..layers.kv_cache import PageTensors
-from ..layers.rotary import inverse_frequencies, rotary_angles
 from ..loading.checkpoint import read_headers
 from ..loading.dequantize import fill
 from ..loading.names import Storage, match, unique
+from .decoder import Rotary, rope_frequencies, rotary_of
 from .gemma import DecoderLayer
 from .gemma4 import config_from_hf
 
@@ -98,24 +98,11 @@ class Assistant(nn.Module):
         self.masked_embedding = None
         if keys.use_ordered_embeddings:
             self.masked_embedding = MaskedEmbedding(keys, config, place)
-        self._frequencies = {
-            kind: inverse_frequencies(shape.rope, shape.head_dim).to(device)
-            for kind in set(kinds)
-            for shape in [config.attention(kinds.index(kind))]
-        }
-
-    def rotary(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Cosines and sines of each kind of layer at positions [num_rows] int64."""
-        amplitude = self.config.full.rope.amplitude
-        return {
-            kind: rotary_angles(positions, frequencies, amplitude)
-            for kind, frequencies in self._frequencies.items()
-        }
+        self.frequencies = rope_frequencies(config, device)
 
     def forward(
-        self, embeds: Tensor, hidden: Tensor, rotary: dict[str, tuple[Tensor, Tensor]],
-        attend: TargetAttend,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, embeds: Tensor, hidden: Tensor, rotary: dict[str, Rotary], attend: TargetAttend
+    ) -> tuple[Tensor, Tensor]:
         """Logits [num_rows, vocab_size] fp32 of the next token, and the hidden state that the draft
         behind it reads; embeds, hidden: [num_rows, backbone_hidden_size].
         """
@@ -221,7 +208,7 @@ class Gemma4Drafter(DeviceDrafter):
             model.config, assistant.config.layer_types, self._pool, block_tables, seq_lens,
             max_seq_len=max_seq_len, impl=self._impl,
         )  # fmt: skip
-        rotary = assistant.rotary(seq_lens.long())
+        rotary = rotary_of(assistant.config, assistant.frequencies, seq_lens.long())
         hidden, ids = self._hidden[request_slots], [self._newest[request_slots]]
         for _ in range(num_drafts):
             embeds = model.embed_tokens(ids[-1])

@@ -33,6 +33,9 @@ TYPES = (
 )  # fmt: skip
 _FORMAT = 1  # of what `unpack` writes
 _ROPE_FACTORS = "rope_freqs.weight"
+_NEEDED = (
+    "GGUF files need the packages gguf and transformers (pip install 'quire-attention[hf,gguf]')"
+)
 
 _MODULES = {
     "token_embd": "embed_tokens",
@@ -96,10 +99,7 @@ class GGUFFile:
         try:
             import gguf
         except ImportError as error:
-            raise ImportError(
-                "GGUF files need the packages gguf and transformers "
-                "(pip install 'quire-attention[hf,gguf]')"
-            ) from error
+            raise ImportError(_NEEDED) from error
         self.path = Path(path)
         with naming(self.path):
             header = self._read_header(gguf)
@@ -280,10 +280,7 @@ def unpack(file: Path, cache: Path | None = None) -> Path:
         from huggingface_hub import cached_assets_path
         from transformers import AutoTokenizer, __version__
     except ImportError as error:
-        raise ImportError(
-            "GGUF files need the packages gguf and transformers "
-            "(pip install 'quire-attention[hf,gguf]')"
-        ) from error
+        raise ImportError(_NEEDED) from error
     at = file.stat()
     key = f"{file} {at.st_size} {at.st_mtime_ns} {__version__} {_FORMAT}"
     cache = cache or cached_assets_path("quire", namespace="gguf")

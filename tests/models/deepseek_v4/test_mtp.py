@@ -179,7 +179,7 @@ def test_drafter_equals_the_reference(case):
     want, logits = Reference(model)(streams.double(), ids[1:-1])
     assert want.std() > 0.5 and logits.std() > 0.5
     assert difference(got, want) < 1e-4
-    assert difference(model.draft_logits(0, got), logits) < 1e-4
+    assert difference(model.logits(got, of=model.mtp[0]), logits) < 1e-4
 
 
 def test_a_further_draft_reads_the_streams_of_the_one_before(case):
@@ -189,7 +189,7 @@ def test_a_further_draft_reads_the_streams_of_the_one_before(case):
     got = model.draft_streams(1, first, ids[2:], positions, attend)
     want, logits = Reference(model, 1)(first.double(), ids[2:])
     assert difference(got, want) < 1e-4
-    assert difference(model.draft_logits(1, got), logits) < 1e-4
+    assert difference(model.logits(got, of=model.mtp[1]), logits) < 1e-4
     assert difference(got, Reference(model, 0)(first.double(), ids[2:])[0]) > 0.1
 
 
@@ -216,7 +216,7 @@ def plain_drafts(model, tokens, num_drafts, num_layers):
         rows = model.draft_streams(index, rows, ids[1:], positions, attend)
         layers.append(rows)
         rows = behind(rows)[:-1]
-    logits, out = [model.draft_logits(0, layers[0][-1:])[0]], layers[0][:0]
+    logits, out = [model.logits(layers[0][-1:], of=model.mtp[0])[0]], layers[0][:0]
     trunk = [streams[0]] + [behind(rows)[:-1] for rows in layers[:-1]]  # what each layer reads
     while len(logits) < num_drafts:
         drafts = [int(row.argmax()) for row in logits]
@@ -225,7 +225,7 @@ def plain_drafts(model, tokens, num_drafts, num_layers):
         following = torch.tensor([*tokens[1:], *drafts])
         rows = model.draft_streams(index, inputs, following, torch.arange(len(inputs)), attend)
         out = rows[len(tokens) - 1 :]
-        logits.append(model.draft_logits(index, out[-1:])[0])
+        logits.append(model.logits(out[-1:], of=model.mtp[index])[0])
     return torch.stack(logits)
 
 
@@ -288,10 +288,13 @@ def test_drafts_that_are_no_numbers_are_replaced_from_the_target(impl, monkeypat
         "sample_tokens",
         lambda *args, **given: sample_tokens(*args, **given | {"impl": impl}),
     )
-    draft_logits = type(model).draft_logits
-    monkeypatch.setattr(
-        type(model), "draft_logits", lambda *args: draft_logits(*args).fill_(torch.nan)
-    )
+    logits_of = type(model).logits
+
+    def logits(*args, of=None):
+        got = logits_of(*args, of=of)
+        return got if of is None else got.fill_(torch.nan)
+
+    monkeypatch.setattr(type(model), "logits", logits)
     config = replace(CONFIG, decode_graphs=False, rejection_sample_method="standard")
     engine = Engine(model, config, drafter=MTPDrafter(model, 2))
     params = SamplingParams(6, temperature=1.5, ignore_eos=True)

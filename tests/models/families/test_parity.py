@@ -163,8 +163,7 @@ def test_ranks_that_are_started_know_the_family(qwen3, tmp_path):
     assert done.stdout.split() == [str(i) for i in ids[4:]], done.stderr
 
 
-def test_a_family_is_short_and_registered_once(qwen3):
-    assert len(qwen3.splitlines()) <= 60
+def test_a_family_is_registered_once(qwen3):
     [family] = [family for family in families() if family.name == "qwen3"]
     register_family(family)  # as a notebook's cell that runs twice
     with pytest.raises(ValueError, match=r"model_types.*\['qwen3'\] of 'qwen3'"):
