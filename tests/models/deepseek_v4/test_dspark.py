@@ -147,3 +147,5 @@ def test_what_is_refused(model):
         DSparkDrafter(plain)
     with pytest.raises(ValueError, match=r"target_layer_ids: expected layers 0\.\.2"):
         replace(CONFIG, dspark=replace(CONFIG.dspark, target_layer_ids=(1, 3)))
+    with pytest.raises(ValueError, match="noise_token_id: expected"):
+        replace(CONFIG, dspark=replace(CONFIG.dspark, noise_token_id=CONFIG.vocab_size))

@@ -163,14 +163,14 @@ def test_ranks_that_are_started_know_the_family(qwen3, tmp_path):
     assert done.stdout.split() == [str(i) for i in ids[4:]], done.stderr
 
 
-def test_a_family_is_registered_once(qwen3):
+def test_a_family_is_registered_once():
     [family] = [family for family in families() if family.name == "qwen3"]
     register_family(family)  # as a notebook's cell that runs twice
     with pytest.raises(ValueError, match=r"model_types.*\['qwen3'\] of 'qwen3'"):
         register_family(Family("other", ("qwen3",), family.config_from_hf, family.build))
 
 
-def test_a_family_that_is_not_written_is_refused_by_name(qwen3):
+def test_a_family_that_is_not_written_is_refused_by_name():
     [family] = [family for family in families() if family.name == "qwen3"]
     config = family.config_from_hf(QWEN3, "x")
     register_family(Family("qwen3", ("qwen3",), family.config_from_hf, family.build))
