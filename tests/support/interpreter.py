@@ -17,6 +17,7 @@ def repair() -> None:
     builder = interpreter.InterpreterBuilder
     builder.create_dot = _widening_dot(builder.create_dot)
     builder.cast_impl = _rounding_cast(builder.cast_impl)
+    interpreter._patch_lang_tensor = _index_of_one(interpreter._patch_lang_tensor)
     _patch_once_a_launch()
     # Else integer sums are computed again in int64, for an assertion that only ``debug`` makes.
     options = interpreter.interpreter_builder.options
@@ -48,6 +49,15 @@ def _rounding_cast(cast_impl):
         return interpreter.TensorHandle(data, dst_type.scalar)
 
     return cast_as_devices_do
+
+
+def _index_of_one(patch_tensor):
+    def patch_tensor_and_index(tensor, scope):
+        """Triton 3.6 takes ``int`` of an array of one element, which numpy 2.5 refuses."""
+        patch_tensor(tensor, scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    return patch_tensor_and_index
 
 
 def _patch_once_a_launch() -> None:
