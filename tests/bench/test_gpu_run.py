@@ -229,6 +229,7 @@ def re_run(folder):
 
 
 COMPILE = """
+import bench
 from triton import knobs
 from quire.bench.static.compiling import measure
 hits = []

@@ -2,7 +2,7 @@
 
     wgmma.fence      registers written before may be read by what follows
     fence.proxy      shared memory written before may be read by what follows
-    wgmma.mma_async  starts a product; until it ends its result is poison, its operands must stay
+    wgmma.mma_async  starts a product; until it ends its result is infinite, its operands must stay
     wgmma.commit     closes a group;   wgmma.wait_group N: at most N groups stay under way
 
 A matrix in shared memory consists of rows of S bytes (the swizzle: 128, 64, 32, or 16 for none),
@@ -25,10 +25,11 @@ import numpy as np
 
 from .machine import WARP, Machine, Mask, Step
 from .matrix import as_floats, product
-from .memory import POISON, Fault
+from .memory import Fault
 from .parse import Instruction, Unsupported, vector
 
 GROUP = 4 * WARP
+INFINITY = 0x7F800000  # kernels that split fp32 into two tf32 replace NaN
 SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}  # bits 62 and 63 of a descriptor -> bytes of a row
 
 
@@ -162,7 +163,7 @@ def _mma_async(c, op: Instruction) -> Step | None:
             _touch(m, item, 1)
             m.products.append(item)
         for target in targets:
-            m.write(target, np.full(m.size, POISON[4], "u4"), mask)
+            m.write(target, np.full(m.size, INFINITY, "u4"), mask)
 
     return step
 
