@@ -1,7 +1,7 @@
 """Launch choices of paged attention as pure functions of host integers: tiles, and split-KV decode.
 
 Tiles compile without spills for 16-bit and e4m3 pages, head_dim 64 to 512, on sm_80 and sm_90
-(``python -m bench.static``). Exceptions: some decodes under Triton 3.6.0 and 3.8.0, 8 to 32 bytes.
+(``python -m bench.static``).
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ E4M3_PREFILL = {
 }
 # Decode by head_dim: keys of a tile, stages, and the most rows.
 DECODE = {32: (64, 4, 64), 64: (64, 4, 64), 128: (64, 3, 64), 256: (32, 3, 64), 512: (16, 3, 32)}
+# The first two over e4m3 pages with 64 rows, where they differ.
+E4M3_64_ROWS = {64: (32, 4), 256: (32, 2)}
 
 
 def select_config(
@@ -71,7 +73,10 @@ def select_config(
     elif rows is not None:
         block_n, num_stages, most_rows = DECODE[dim]
         rows = min(rows, 16 if quantized and dim == 512 and not arch.widens_e4m3 else most_rows)
-        many = rows * dim >= 1 << 14 or (quantized and (rows >= 32 or dim == 512))
+        many = rows * dim >= 1 << 14 or (quantized and dim == 512)
+        many = many or (rows >= 32 and (quantized or dim == 256))
+        if quantized and rows == 64:
+            block_n, num_stages = E4M3_64_ROWS.get(dim, (block_n, num_stages))
         tile = Config(rows, block_n, 8 if many else 4, num_stages)
     else:
         kind = arch.tiles if arch.tiles in ("hopper", "blackwell") else "other"
