@@ -21,7 +21,7 @@ from torch import Tensor
 from .common import checks, e4m3, launching, strided
 from .common.bits import INF_BITS, rounded_to_e4m3
 from .common.checks import MODEL_DTYPES, expect_apart, expect_ids, expect_int, expect_tensor
-from .common.in_torch import once_a_step, without_grad
+from .common.in_torch import once_a_step
 from .common.tile_shapes import next_power_of_2
 
 LARGEST = tl.constexpr(e4m3.E4M3_MAX)
@@ -120,7 +120,7 @@ def _places(
     return None if is_all else written, slots // block_size, slots % block_size
 
 
-@without_grad
+@torch.no_grad()
 def _write_torch(k, v, k_pages, v_pages, places, k_scale, v_scale) -> None:
     written, page, row = places
     if written is not None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ..common import e4m3
 from ..common.checks import expect_ids, expect_lengths, expect_offsets
-from ..common.in_torch import once_a_step, without_grad
+from ..common.in_torch import once_a_step
 
 if TYPE_CHECKING:
     from .api import AttentionCall
@@ -67,7 +67,7 @@ class Batch(NamedTuple):
     blocks: list[QueryBlock]
 
 
-@without_grad
+@torch.no_grad()
 def attend_in_torch(call: AttentionCall) -> torch.Tensor:
     """Compute one checked attention call; returns ``call.out``."""
     num_pages, block_size = call.k_pages.shape[:2]

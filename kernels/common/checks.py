@@ -212,15 +212,6 @@ def check_outputs(
         expect_tensor("workspace", workspace, (None,), torch.float32, device=device)
 
 
-def output(out: torch.Tensor | None, shape: tuple[int, ...], q: torch.Tensor) -> torch.Tensor:
-    """``out``, required to have that shape and the dtype and device of q; None: a new tensor."""
-    if out is None:
-        return torch.empty(shape, dtype=q.dtype, device=q.device)
-    expect_tensor("out", out, shape, q.dtype, device=q.device)
-    expect_apart("out", out)
-    return out
-
-
 def expect_batch(seq_lens: Any, cu_seqlens_q: Any, max_seqlen_q: Any, device: torch.device) -> int:
     """Require lengths, prefix sums and the longest sequence of a ragged batch; returns its size."""
     expect_tensor("seq_lens", seq_lens, (None,), torch.int32, device=device)
@@ -256,6 +247,20 @@ def decodes_of(num_decodes: int | None, num_seqs: int, max_seqlen_q: int) -> int
     if num_decodes is None:
         return num_seqs if max_seqlen_q <= 1 else 0
     return num_decodes
+
+
+def check_batch(call: Any, name: str, table: torch.Tensor, head_dim_v: int) -> None:
+    """Check the ragged batch, the page table of that name and the results of a call of attention."""
+    q, device = call.q, call.q.device
+    num_tokens, num_heads = q.shape[:2]
+    num_seqs = expect_batch(call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, device)
+    expect_decodes(num_tokens, num_seqs, call.max_seqlen_q, call.max_seq_len, call.num_decodes)
+    expect_tensor(name, table, (num_seqs, None), torch.int32, device=device)
+    check_outputs(num_heads, num_tokens, device, call.sinks, call.lse, call.workspace)
+    if call.out is not None:
+        shape = num_tokens, num_heads, head_dim_v
+        expect_tensor("out", call.out, shape, q.dtype, device=device)
+        expect_apart("out", call.out)
 
 
 def complete(call: Any, check: Callable[[Any], None], impl: str | None) -> str:

@@ -182,7 +182,9 @@ def run(call: LatentCall, chosen: str) -> torch.Tensor:
     # It sizes grids. A tile never holds more tokens than rows, so its shape stays.
     call.max_seqlen_q = min(call.max_seqlen_q, max(call.q.shape[0], MAX_ROWS))
     call.head_dim_v = call.head_dim_v or call.q.shape[2]
-    call.out = checks.output(call.out, (*call.q.shape[:2], call.head_dim_v), call.q)
+    if call.out is None:
+        shape = *call.q.shape[:2], call.head_dim_v
+        call.out = torch.empty(shape, dtype=call.q.dtype, device=call.q.device)
     if checks.is_readable(call.q):
         check_values(call)
     if chosen == "triton":
@@ -209,16 +211,19 @@ def _check_mla(call: LatentCall) -> None:
     for axis, what in ((0, "num_pages"), (1, "block_size")):
         checks.expect_int(f"pages: {what}", pages.shape[axis], 1)
     checks.expect_short_pages("pages", pages)
-    _check_batch(call, "block_table")
+    checks.check_batch(call, "block_table", call.table, head_dim_v)
     checks.expect_int("block_table: width", call.table.shape[1], 1)
+    if call.kv is not None:
+        checks.expect_tensor("kv", call.kv, (q.shape[0], head_dim), q.dtype, device=q.device)
     checks.expect_positive("softmax_scale", call.softmax_scale, most=16)
 
 
 def _check_compressed(call: LatentCall) -> None:
     """Check all of a call of ``compressed_attention`` but values in memory."""
     check_latent_pages(call.q, call.pages, call.entries)
-    _check_batch(call, "window_table")
-    num_tokens, device, int32 = call.q.shape[0], call.q.device, torch.int32
+    num_tokens, _, head_dim = call.q.shape
+    checks.check_batch(call, "window_table", call.table, head_dim)
+    device, int32 = call.q.device, torch.int32
     given = tuple(x is not None for x in (call.entries, call.entry_table, call.ratio))
     if any(given) and not all(given):
         raise ValueError(
@@ -230,6 +235,7 @@ def _check_compressed(call: LatentCall) -> None:
     if call.topk_lens is not None and call.topk_indices is None:
         raise ValueError("topk_lens: expected None without topk_indices, got a tensor")
     for name, tensor, shape, dtype in (
+        ("kv", call.kv, (num_tokens, head_dim), call.q.dtype),
         ("compressed_table", call.entry_table, (call.num_seqs, None), int32),
         ("topk_indices", call.topk_indices, (num_tokens, None), int32),
         ("topk_lens", call.topk_lens, (num_tokens,), int32),
@@ -241,18 +247,3 @@ def _check_compressed(call: LatentCall) -> None:
         checks.expect_int("compressed_table: width", call.entry_table.shape[1], 1)
         checks.expect_int("compress_ratio", call.ratio, 1, checks.MAX_TOKENS)
     checks.expect_int("sliding_window", call.sliding_window, 1)
-    checks.softmax_factor(call.softmax_scale, call.q.shape[2])
-
-
-def _check_batch(call: LatentCall, table: str) -> None:
-    """Check the ragged batch and the memory of results; ``table`` is the name of the page table."""
-    q = call.q
-    (num_tokens, num_heads, head_dim), device = q.shape, q.device
-    num_seqs = checks.expect_batch(call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, device)
-    checks.expect_decodes(num_tokens, num_seqs, call.max_seqlen_q, None, call.num_decodes)
-    if call.kv is not None:
-        checks.expect_tensor("kv", call.kv, (num_tokens, head_dim), q.dtype, device=device)
-    checks.check_outputs(num_heads, num_tokens, device, call.sinks, call.lse, call.workspace)
-    checks.expect_tensor(table, call.table, (num_seqs, None), torch.int32, device=device)
-    if call.out is not None:
-        checks.output(call.out, (num_tokens, num_heads, call.head_dim_v or head_dim), q)

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from ..common import checks, launching, strided
-from ..common.in_torch import without_grad
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 BLOCK = 1024
@@ -90,7 +89,7 @@ def check_options(activation: str, limit: float | None, alpha: float, up_offset:
     checks.expect_number("up_offset", up_offset)
 
 
-@without_grad
+@torch.no_grad()
 def gated_torch(
     gate: torch.Tensor,
     up: torch.Tensor,

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from ..common import checks, launching, strided
-from ..common.in_torch import without_grad
 from ..common.tile_shapes import next_power_of_2
 
 # Channels of a row that one warp holds, 16 for each thread; most warps.
@@ -101,7 +100,7 @@ def _check(x, weight, eps, offset, residual, post_weight, scalar, out) -> None:
         checks.expect_apart("out", out)
 
 
-@without_grad
+@torch.no_grad()
 def _torch(x, weight, eps, offset, residual, post_weight, scalar, out):
     rows = x
     if residual is not None:

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from ..common import checks, launching, strided
-from ..common.in_torch import without_grad
 from ..common.tile_shapes import next_power_of_2
 
 ELEMENTS_PER_PROGRAM = 2048
@@ -114,7 +113,7 @@ def _check(qkv, cos, sin, num_kv_heads, has_v, q_weight, k_weight, norm_v, eps, 
     checks.expect_number("offset", offset)
 
 
-@without_grad
+@torch.no_grad()
 def _torch(
     qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, norm_v, eps, offset, out
 ) -> None:
