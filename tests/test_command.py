@@ -204,7 +204,7 @@ MOST = {
 # Options whose values only the program itself can judge.
 FREE = {
     "model", "prompt", "file", "system", "stop", "device", "impl", "only", "parts", "write", "workload", "pool", "peers", "out",
-    "baseline", "retention", "host", "drafter", "eviction",
+    "baseline", "retention", "host", "drafter", "eviction", "vllm",
 }  # fmt: skip
 
 

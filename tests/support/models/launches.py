@@ -1,9 +1,10 @@
-"""Launches on a device, counted on a CPU."""
+"""Launches of a layer on a device, counted on a CPU."""
 
 from __future__ import annotations
 
 from collections import Counter
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -48,3 +49,23 @@ def _storages(values):
     """Addresses of the memory of all tensors among values."""
     tensors = [x for x in tree_leaves(values) if isinstance(x, Tensor)]
     return {x.untyped_storage().data_ptr() for x in tensors}
+
+
+def one_product(x, weight):
+    """``linear_fp32`` as a device runs it, with a result of its dtype: one launch."""
+    return torch.zeros(len(x), len(weight))
+
+
+def launches_of_layers(model, forward, monkeypatch):
+    """[Counter of one layer] of a model's step, which is ``forward()``."""
+    counter, found = LaunchCounter(monkeypatch), []
+    handles = []
+    for layer in model.layers:
+        handles.append(layer.register_forward_pre_hook(lambda *_: counter.counts.clear()))
+        handles.append(layer.register_forward_hook(lambda *_: found.append(counter.counts.copy())))
+    with counter:
+        forward()
+    for handle in handles:
+        handle.remove()
+    assert len(found) == len(model.layers)
+    return found
