@@ -57,7 +57,8 @@ def test_vllm_in_an_infinite_pool_hits_as_a_dict_of_prefixes():
 
     workload = random_requests(0, lookups=0.1)
     empty = empty_cache(PRESETS["llama-like"], workload)
-    run = VLLMReplay(workload, empty, "llama-like", ONE_BY_ONE, 5000, None)
+    in_chunks = SimulatedTiming(chunk=32, max_requests=1)
+    run = VLLMReplay(workload, empty, "llama-like", in_chunks, 5000, None)
     run.run(lambda n: None)
     assert run.hits.tolist() == prefix_hits(workload.requests, 16)
 
