@@ -1092,7 +1092,7 @@ class KVCache:
         self._planned = None
         is_wanted = np.zeros(self.pool.num_pages, dtype=np.bool_)
         is_wanted[ids] = True
-        if self.tiers is not None:
+        if self.tiers is not None and ids.size:
             self.tiers.clear()
         evict_pages(self.index, is_wanted)
         is_wanted[self.pool.free_pages()] = False

@@ -54,6 +54,10 @@ class Stores:
         """Inspect `entry` again: it was not copied, or only in part."""
         self._seen.pop(entry, None)
 
+    def inspect_all_again(self) -> None:
+        """Inspect all entries again: the host has none of them now."""
+        self._seen.clear()
+
 
 def by_path(entries: Iterable[Run | ResumePoint]) -> list[list[Run | ResumePoint]]:
     """Group entries by path: shortest first in a path, paths in order of their first entry."""

@@ -307,13 +307,11 @@ class Tiers:
 
     def clear(self) -> None:
         """Forget all entries, and those of open jobs; for `KVCache.clear`, `reset`, `evict_pages`."""
-        self._void_jobs()
-        self.index.clear(tell_each=True)
-
-    def _void_jobs(self) -> None:
         for job in self.jobs:
             if not job.is_void:
                 job.void()
+        self.index.clear(tell_each=True)
+        self._stores.inspect_all_again()
 
     def _drop(self, pages: Int32) -> None:
         """Evict host entries with any of `pages`, and everything found only through them."""

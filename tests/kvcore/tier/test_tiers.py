@@ -53,6 +53,21 @@ def test_wrong_rows_are_not_kept_in_the_host(is_open):
     assert s.tiers.match(LONGER).dense_tokens == 56, "none of the host"
 
 
+@pytest.mark.parametrize("specs", [DENSE, HYBRID], ids=["dense", "hybrid"])
+@pytest.mark.parametrize(("segments", "left"), [([], 24), ([7], 0)], ids=["no-page", "wrong-page"])
+def test_an_emptied_host_gets_what_the_device_still_has(specs, segments, left):
+    s = Setup(specs, pages=120)
+    other = range(500, 600)
+    s.serve(other)
+    s.serve(PROMPT)
+    s.store()
+    s.e.kv.evict_pages([dense_page(s, segment) for segment in segments])
+    assert len(s.segments()) == left
+    s.store()
+    s.forget()
+    assert s.load([*other, 1]).num_saved_tokens == s.serve([*other, 1]) == 96
+
+
 def test_events_name_salts():
     """Of what was computed, of its copy, and of what came back."""
     log = EventLog(identities=True)
