@@ -12,7 +12,7 @@ attention backends stay: tables are append-only, and all rows that queries see a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,20 +20,16 @@ from . import require
 
 require("vllm", "0.33")
 
+from vllm.v1 import kv_cache_interface as kinds
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-)
 from vllm.v1.request import Request, RequestStatus
 
 from quire.kvcore import GroupSpec, KVCache, Match, OutOfPages
 
-DENSE, WINDOWS = (FullAttentionSpec, MLAAttentionSpec), (SlidingWindowSpec, SlidingWindowMLASpec)
+DENSE = kinds.FullAttentionSpec, kinds.MLAAttentionSpec
+WINDOWS = kinds.SlidingWindowSpec, kinds.SlidingWindowMLASpec
 KEY_BYTES = 32
 
 
@@ -51,8 +47,7 @@ class QuireScheduler(Scheduler):
         return super().__new__(cls)
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        refused = _refusals(vllm_config, kv_cache_config)
-        if refused:
+        if refused := _refusals(vllm_config, kv_cache_config):
             raise NotImplementedError(
                 "QuireScheduler: supported are decoders with full and sliding-window attention, "
                 f"got {'; '.join(refused)}"
@@ -89,6 +84,17 @@ def _refusals(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     return [name for name, asked in what.items() if asked]
 
 
+@dataclass
+class Pages(KVCacheBlocks):
+    """Page ids of each group, where vLLM's has blocks; of a look-up, what it found."""
+
+    match: Match | None = None
+
+    def get_block_ids(self, allow_none: bool = False) -> tuple[list[int], ...] | None:
+        """Copies; None if there are no pages and `allow_none`."""
+        return None if allow_none and not any(self.blocks) else tuple(map(list, self.blocks))
+
+
 @dataclass(slots=True)
 class Tracked:
     """A request with a slot of the cache."""
@@ -108,17 +114,17 @@ class CacheManager(KVCacheManager):
     slots, and then nobody computes these rows. So what a step completes becomes findable only when
     no more requests are preempted: at a look-up of a waiting request, or when the scheduler is done
     with the step.
-
-    It has the state of the scheduler's first manager, whose coordinator and pool get no requests.
     """
 
     def __init__(self, scheduler: Any) -> None:
-        vars(self).update(vars(scheduler.kv_cache_manager))
-        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        # The state of the scheduler's first manager, whose coordinator and pool get no requests.
+        for name, value in vars(scheduler.kv_cache_manager).items():
+            setattr(self, name, value)  # updating vars(self) makes each later read slower
+        self.empty_kv_cache_blocks = Pages(self.empty_kv_cache_blocks.blocks)
         groups = []  # pages count as one byte each
         # Block sizes, and the most blocks that an admission counts: windows free what they passed.
         self._groups, self._has_windows = [], False
-        for i, spec in enumerate(specs):
+        for i, spec in enumerate(g.kv_cache_spec for g in self.kv_cache_config.kv_cache_groups):
             kind, window, most = "dense", None, self.max_model_len
             if type(spec) in WINDOWS:
                 kind, window, self._has_windows = "window", spec.sliding_window, True
@@ -133,9 +139,10 @@ class CacheManager(KVCacheManager):
             retention="dense" if interval is None else interval or "latest",
             reads="pages", adopt=False, append_only=True,
         )  # fmt: skip
-        self._alignment = self.cache.alignment
+        # Tokens of a key; without caching more than any request has.
+        self._segment = self.cache.alignment if self.enable_caching else self.max_model_len + 1
         self._block_size = math.gcd(*(size for size, _ in self._groups))
-        self._per_key = self._alignment // scheduler.hash_block_size
+        self._per_key = self.cache.alignment // scheduler.hash_block_size
         self._tracked: dict[str, Tracked] = {}
         self._pending: dict[str, int] = {}  # tokens up to which requests become findable
 
@@ -147,16 +154,15 @@ class CacheManager(KVCacheManager):
 
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
-    ) -> tuple[KVCacheBlocks, int, int]:
+    ) -> tuple[Pages, int, int]:
         """(no pages yet, tokens that are cached, 0)."""
         self.new_step_starts()
         most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
         match = self._match(request, most)
-        hit = match.num_tokens
         # A drafter's last rows depend on the token after them, which hashes may cover, or not.
-        if self.use_eagle and hit and hit == match.dense_tokens:
-            hit = self._match(request, hit - self._alignment).num_tokens
-        return self.empty_kv_cache_blocks, hit, 0
+        if self.use_eagle and 0 < match.num_tokens == match.dense_tokens:
+            match = self._match(request, match.num_tokens - self._segment)
+        return Pages(self.empty_kv_cache_blocks.blocks, match), match.num_tokens, 0
 
     def _match(self, request: Request, most: int) -> Match:
         keys = b""
@@ -172,10 +178,10 @@ class CacheManager(KVCacheManager):
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0,
-        new_computed_blocks: KVCacheBlocks | None = None, num_lookahead_tokens: int = 0,
+        new_computed_blocks: Pages | None = None, num_lookahead_tokens: int = 0,
         full_sequence_must_fit: bool = False, has_scheduled_reqs: bool = True,
         **_: Any,  # of connectors and encoders, which the scheduler refuses
-    ) -> KVCacheBlocks | None:  # fmt: skip
+    ) -> Pages | None:  # fmt: skip
         """New pages for the next tokens of a request; None where they lack."""
         tracked = self._tracked.get(request.request_id)
         end = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
@@ -189,23 +195,27 @@ class CacheManager(KVCacheManager):
                 least = self._lacking(tracked, num_new_computed_tokens, slots, full)
                 least += self.watermark_blocks * has_scheduled_reqs
             if tracked is None:
-                tracked = self._admit(request, least, num_new_computed_tokens)
+                tracked = self._admit(request, least, num_new_computed_tokens, new_computed_blocks)
                 if tracked is None:
                     return None
             elif self._has_windows:
                 self._let_go([tracked])
             # A running request goes before what the resume points of others would need.
-            pages = self._taken((True, False), self.cache.reserve, tracked.slot, slots, least)
-            if pages is None:
+            pages = self.cache.reserve(tracked.slot, slots, least)
+            for keep_tails in (True, False):
+                if pages.__class__ is OutOfPages:  # faster than isinstance
+                    self._let_go(self._tracked.values(), keep_tails)
+                    pages = self.cache.reserve(tracked.slot, slots, least)
+            if pages.__class__ is OutOfPages:
                 return None
             tracked.paged = -(-slots // self._block_size) * self._block_size
             for each in pages:  # the worker zeroes new ones where caches need that
                 self.coordinator.single_type_managers[0].new_block_ids += each
         until = min(end, request.num_tokens)
-        if self.enable_caching and until - tracked.published >= self._alignment:
+        if until - tracked.published >= self._segment:
             self._pending[request.request_id] = until
-        tracked.room = min(tracked.paged, max(until, tracked.published + self._alignment - 1))
-        return self._blocks(pages) if pages else self.empty_kv_cache_blocks
+        tracked.room = min(tracked.paged, tracked.published + self._segment - 1)
+        return Pages(tuple(pages)) if pages else self.empty_kv_cache_blocks
 
     def _lacking(self, tracked: Tracked | None, hit: int, slots: int, full: int) -> int:
         """Blocks that a request lacks up to token `slots`, or at once for all `full` tokens."""
@@ -218,26 +228,22 @@ class CacheManager(KVCacheManager):
             at_once += max(0, min(-(-full // size), most) - length)
         return max(now, at_once)
 
-    def _admit(self, request: Request, least: int, hit: int) -> Tracked | None:
+    def _admit(self, request: Request, least: int, hit: int, found: Pages | None) -> Tracked | None:
         """None where fewer than `least` pages are available beside those of the hit."""
         if not self.cache.num_free_slots:
             return None
-        name, match = request.request_id, self._match(request, hit)
-        slot = self._taken((True,), self.cache.admit, name, match, least=least)
-        if slot is not None:
-            assert match.num_tokens == hit, "what the look-up found"
-            self._tracked[name] = Tracked(request, slot, hit)
-        return self._tracked.get(name)
-
-    def _taken(self, keep_tails: Iterable[bool], take: Any, *args: Any, **options: Any) -> Any:
-        """What a call of kvcore gives, by need after all windows let go; None where pages lack."""
-        given = take(*args, **options)
-        for keep in keep_tails:
-            if given.__class__ is not OutOfPages:  # faster than isinstance
-                return given
-            self._let_go(self._tracked.values(), keep)
-            given = take(*args, **options)
-        return None if isinstance(given, OutOfPages) else given
+        name, match = request.request_id, (found and found.match) or self._match(request, hit)
+        slot = self.cache.admit(name, match, least=least)
+        if slot.__class__ is OutOfPages:
+            self._let_go(self._tracked.values())
+            slot = self.cache.admit(name, match, least=least)
+        if slot.__class__ is OutOfPages:
+            return None
+        if self.cache.num_computed[slot] != hit:  # what is cached has changed since the look-up
+            self.cache.release(name)
+            return None
+        tracked = self._tracked[name] = Tracked(request, slot, hit)
+        return tracked
 
     def _let_go(self, requests: Iterable[Tracked], keep_tails: bool = True) -> None:
         """Free what has left windows; steps in flight still read what their queries see."""
@@ -247,11 +253,10 @@ class CacheManager(KVCacheManager):
             self.cache.advance(tracked.slot, computed, computed - in_flight, keep_tails=keep_tails)
 
     def _publish(self, tracked: Tracked, until: int) -> None:
-        first, end = tracked.published // self._alignment, until // self._alignment
-        keys = self._keys(tracked.request, first, end)
-        if keys:
+        first, end = tracked.published // self._segment, until // self._segment
+        if keys := self._keys(tracked.request, first, end):
             self.cache.publish(tracked.slot, until, keys=keys)
-            tracked.published += len(keys) // KEY_BYTES * self._alignment
+            tracked.published += len(keys) // KEY_BYTES * self._segment
 
     def new_step_starts(self) -> None:
         """Publish what the last step completed."""
@@ -267,7 +272,7 @@ class CacheManager(KVCacheManager):
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Publish a request's tokens."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is not None and self.enable_caching:
+        if tracked is not None:
             self._publish(tracked, num_computed_tokens)
 
     def estimate_cached_tokens(self, request: Request) -> int:
@@ -288,11 +293,7 @@ class CacheManager(KVCacheManager):
         if self._tracked.pop(request.request_id, None) is not None:
             self.cache.release(request.request_id)
 
-    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+    def get_blocks(self, request_id: str) -> Pages:
         """All pages of a request."""
         tracked = self._tracked.get(request_id)
-        return self._blocks([] if tracked is None else self.cache.pages_of(tracked.slot))
-
-    def _blocks(self, pages: Iterable[Sequence[int]]) -> KVCacheBlocks:
-        block_of = self.block_pool.blocks
-        return self.create_kv_cache_blocks(tuple([block_of[i] for i in each] for each in pages))
+        return Pages(tuple(self.cache.pages_of(tracked.slot) if tracked else ()))

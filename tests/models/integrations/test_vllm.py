@@ -85,6 +85,15 @@ def test_a_hit_leaves_a_drafter_the_block_that_it_cannot_trust(scheduled):
     assert scheduled["drafter"] == [0, 96, 80, 0, 80, 64]
 
 
+def test_a_request_whose_look_up_is_out_of_date_waits_for_another(scheduled):
+    """(hit, admitted) of both: rows before the hit are those that are cached at the admission, no fewer and no more."""
+    assert scheduled["late"] == {
+        "nothing": [[96, True], [96, True]],
+        "forgotten": [[96, False], [0, True]],
+        "published": [[0, False], [96, True]],
+    }
+
+
 def test_what_a_preempted_request_was_given_in_its_step_is_not_found(scheduled):
     """Then what is, once it is computed after all."""
     assert scheduled["findable"] == [96, 192]

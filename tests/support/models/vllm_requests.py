@@ -272,6 +272,35 @@ def findable(where):
     return hits
 
 
+def compute(manager, request, between=lambda: None):
+    """(hit, whether it got pages) of a request; `between` is called after its look-up. What it computes stays cached."""
+    found, hit, _ = manager.get_computed_blocks(request)
+    between()
+    given = manager.allocate_slots(request, request.num_tokens - hit, hit, found)
+    manager.take_boundary_state_offloads()
+    manager.free(request)
+    return hit, given is not None
+
+
+def late(where):
+    """`compute` of a prompt when what is cached changes between its look-up and its admission, and once more after that."""
+    said = {}
+    for change in ("nothing", "forgotten", "published"):
+        scheduler = scheduler_of(QuireScheduler, configuration(where, 100), specs_of(DENSE))
+        manager = scheduler.kv_cache_manager
+        before, other, request = (request_of(name, [5] * 100) for name in "abc")
+        if change != "published":
+            compute(manager, before)
+        between = {
+            "nothing": lambda: None,
+            "forgotten": manager.reset_prefix_cache,
+            "published": lambda manager=manager, other=other: compute(manager, other),
+        }[change]
+        said[change] = [compute(manager, request, between), compute(manager, request)]
+        manager.cache.check_invariants()
+    return said
+
+
 def drafter_hits(where):
     """Hits of three prompts of equal tokens, without and with a drafter whose last row before a hit depends on the token after it."""
     hits = []
@@ -280,12 +309,7 @@ def drafter_hits(where):
         scheduler.kv_cache_manager.use_eagle = drops
         manager = CacheManager(scheduler)
         for end in (100, 97, 81):
-            request = request_of(f"e{end}", [5] * end)
-            found, hit, _ = manager.get_computed_blocks(request)
-            hits.append(hit)
-            manager.allocate_slots(request, end - hit, hit, found)
-            manager.take_boundary_state_offloads()
-            manager.free(request)
+            hits.append(compute(manager, request_of(f"e{end}", [5] * end))[0])
     return hits
 
 
@@ -301,7 +325,7 @@ def main():
     (where / "config.json").write_text(json.dumps(config))
     pools = [int(size) for size in sizes.split(",")]
     cases = [run(where, name, n, int(requests)) for name in names or CASES for n in pools]
-    said = {"refusals": refusals, "findable": findable, "drafter": drafter_hits}
+    said = {"refusals": refusals, "findable": findable, "drafter": drafter_hits, "late": late}
     results = {"cases": cases} | {name: made(where) for name, made in said.items()}
     Path(out).write_text(json.dumps(results))
 
