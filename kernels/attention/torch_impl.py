@@ -274,7 +274,7 @@ def _attend(
         out = F.scaled_dot_product_attention(
             queries[:, :, :, 0], keys, values, attn_mask=mask, scale=call.softmax_scale
         )
-        call.out[block.tokens] = out.flatten(1, 2)
+        call.out[block.tokens] = out.flatten(1, 2).to(call.out.dtype)
         return
     # Products and sums of a chunk: on a CPU faster than torch's own attention.
     scaled = queries.flatten(2, 3).float() * call.softmax_scale
@@ -295,4 +295,5 @@ def _attend(
     if block.empty is not None:  # else NaN
         weights = weights.masked_fill(block.empty.view(-1, 1, 1, 1, 1), 0.0)
     out = (weights.to(values.dtype).flatten(2, 3) @ values).view(queries.shape)
-    call.out[block.tokens] = out.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+    out = out.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+    call.out[block.tokens] = out.to(call.out.dtype)

@@ -42,6 +42,8 @@ CASES = [
     AttentionCase("prefill-d512-fp16", [40], [20], head_dim=512, dtype=FP16, num_heads=2, num_kv_heads=1),
     AttentionCase("prefill-softcap-sinks", [40, 3], [20, 3], softcap=3.0, sinks=True, softmax_scale=1.0),
     AttentionCase("mixed-interleaved-bf16", [30, 40], [1, 9], num_decodes=1, layout="interleaved", dtype=BF16),
+    AttentionCase("decodes-around-a-chunk-bf16", [30, 40, 5], [1, 9, 1], dtype=BF16),
+    AttentionCase("decodes-around-a-chunk-sinks", [30, 40, 5], [1, 9, 1], dtype=BF16, sinks=True),
     AttentionCase("window-decode-ring", [45, 90, 7], [1] * 3, sliding_window=W, ring=True),
     AttentionCase("window-decode-pages-only", [1, W - 1, W, W + 1, 2 * W], [1] * 5, sliding_window=W, in_step=False),
     AttentionCase("window-split-ring-sinks", [900], [2], num_decodes=1, sliding_window=600, ring=True, sinks=True, num_heads=2, num_kv_heads=1),
