@@ -92,3 +92,24 @@ def test_floors_of_deepseek_v4():
     fewer = layers * (config.head_dim * 4 - 584)
     assert floors.decode_bytes(model, one, "fp8") == want - fewer
     assert floors.prefill_flops(config, one, one) > 2 * experts // 4
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "latent", "key"), [("auto", 4 * 32, 4 * 16), ("fp8", 584, 16 + 4)]
+)
+def test_rows_that_deepseek_v4_reads(kv_cache_dtype, latent, key):
+    """The token at position 99 sees 16 raw rows, 4 or all of 25 entries, or all of 12; the first
+    token sees one raw row."""
+    model = build_model("deepseek-v4-tiny", device=CPU).model
+    one, last = np.array([1]), np.array([100])
+    rows, scored = 6 * 15 + 2 * 4 + 2 * 12, 2 * 25
+    read = [floors.decode_bytes(model, length, kv_cache_dtype) for length in (one, last)]
+    assert read[1] - read[0] == rows * latent + scored * key
+    flops = [floors.prefill_flops(model.config, one, length) for length in (one, last)]
+    assert flops[1] - flops[0] == rows * 4 * 4 * 32 + scored * 2 * 16 * 16
+
+
+def test_the_copied_buffer_has_a_largest_size(monkeypatch):
+    monkeypatch.setattr(floors, "MAX_COPY_BYTES", 1000)
+    monkeypatch.setattr(floors, "RATE_SECONDS", 0.0)
+    assert floors.device_rates(CPU, torch.float32, copy_bytes=5000).copy_bytes == 1000

@@ -14,6 +14,7 @@ from quire.bench.cases.shapes import (
     TINY_LATENT_SHAPES,
     TINY_SHAPES,
     Case,
+    all_cases,
     tiny_cases,
 )
 from quire.bench.peers import flashmla
@@ -98,8 +99,9 @@ def test_a_page_that_is_not_read_is_an_error(name, table, page):
     changed[0, page] = changed[0, (page + 1) % width]
     broken = dataclasses.replace(problem, shared=problem.shared | {table: changed})
     assert "error" in expected.wrong(*quire_calls(broken)[0]())
-    out = torch.full_like(problem.results["out"], float("nan"))
-    assert expected.wrong(out) == "out: not finite"
+    out, lse = quire_calls(problem)[0]()
+    assert "lse: error" in expected.wrong(out, lse + 0.1)
+    assert expected.wrong(torch.full_like(out, float("nan"))) == "out: not finite"
 
 
 def test_wrong_scales_are_found_and_peers_are_not_compared():
@@ -176,6 +178,18 @@ def test_flashmla_takes_dense_decodes_of_its_pages_only(monkeypatch):
         flashmla.sparse_calls(fake_flashmla(), tiny("tiny/csa"))
 
 
+@pytest.mark.parametrize("name", TINY)
+def test_copies_share_no_memory(name):
+    """Calls on them in turn find nothing in the L2 cache."""
+    one, two = tiny(name, copies=2).each
+    for key, tensor in one.items():
+        assert tensor.data.data_ptr() != two[key].data.data_ptr(), key
+
+
+def test_each_device_runs_the_whole_indexer():
+    assert not any("/index/tp" in case.name for case in all_cases())
+
+
 # 128 raw rows and 512 selected rows of 584 bytes; q and out; indices. Products over 640 keys. A
 # chunk at the start: query p sees p + 1 rows.
 WORK = [
@@ -188,6 +202,11 @@ WORK = [
      2 * 128 * (576 + 512) * 4096 * 4097 // 2),
     ("gemma-4-31b/local", "decode", 2, 4096, 2 * (1024 * 16 * 2 * 256 * 2 + 2 * 32 * 256 * 2),
      2 * 1024 * 4 * 32 * 256),
+    ("gemma-4-31b/global/fp8", "decode", 1, 4096, 4096 * 4 * 2 * (512 + 4) + 2 * 32 * 512 * 2,
+     4096 * 4 * 32 * 512),
+    # A chunk of 8192 tokens sees the raw rows of 127 before it, and all entries of 4 tokens.
+    ("v4-flash/csa", "prefill", 1, 32768,
+     (8319 + 8192) * 584 + 8192 * (2 * 64 * 512 * 2 + 4 * 512), 8192 * 640 * 4 * 64 * 512),
 ]  # fmt: skip
 
 
