@@ -1,6 +1,6 @@
 """Size of the page pool, and the requests that fit it.
 
-    bytes of pages = (free memory - those of the largest step) * memory_fraction
+    bytes of pages = (free bytes - bytes of the largest step) * memory_fraction
 
 with the weights already loaded. A request needs its blocks of each dense group; of a window group at
 most its ring and one more block, however long the request is.

@@ -205,6 +205,7 @@ class Scheduler:
             chosen, admitted = self._choose()
             if chosen or ahead or tiers is None or not tiers.is_loading:
                 break
+            self._clock.forget_device()
             tiers.wait()  # all waiting requests wait for pages
         while chosen:
             step = self._plan(chosen, admitted, num_preempted)

@@ -250,6 +250,21 @@ def test_others_run_while_a_request_waits(is_async, monkeypatch):
     end(engine)
 
 
+@BOTH
+def test_a_wait_for_copies_is_no_idle_time_of_a_step(is_async, monkeypatch):
+    engine = toy_engine(async_scheduling=is_async)
+    behind(engine, LONG)
+    later = Later(engine, monkeypatch)
+    engine.add_request(LONG, PARAMS)
+    engine.add_request(SHORT, PARAMS)
+    while not engine.step().finished:
+        assert not later.ended
+    first = engine.step()
+    assert later.ended and first.idle == 0
+    finish(engine)
+    end(engine)
+
+
 def test_an_aborted_request_needs_no_load(monkeypatch):
     """Copies that have begun end; no request waits for them."""
     engine = toy_engine()
