@@ -70,13 +70,15 @@ def ints(low: int, high: int, multiple: int = 1) -> Any:
     return Annotated[int, Rule(holds, f"expected an int{of} in {low}..{high}")]
 
 
-def floats(low: float, high: float) -> Any:
-    """The annotation of a number in low..high."""
+def floats(low: float, high: float, is_open: bool = False) -> Any:
+    """The annotation of a number in low..high; ``is_open``: of one above low."""
 
     def holds(value: Any) -> bool:
-        return isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        return is_number and low <= value <= high and not (is_open and value == low)
 
-    return Annotated[float, Rule(holds, f"expected a number in {low}..{high}")]
+    wanted = f"above {low} and at most {high}" if is_open else f"in {low}..{high}"
+    return Annotated[float, Rule(holds, f"expected a number {wanted}")]
 
 
 MAX_INT32 = 2**31 - 1
@@ -96,7 +98,7 @@ TokenIds = TokenId | tuple[TokenId, ...] | None
 Epsilon = floats(1e-30, 1)
 Theta = floats(2, 1e18)
 Factor = floats(1, 1e9)
-Share = floats(1e-6, 1)
+Share = floats(0, 1, is_open=True)
 Positive = floats(1e-6, 1e6)
 NotNegative = floats(0, 1e6)
 

@@ -14,7 +14,7 @@ IMPLS, KV_CACHE_DTYPES = get_args(Impl), get_args(KvCacheDtype)
 Count = ints(1, MAX_INT32)
 NumPages = ints(0, MAX_INT32)
 Seed = ints(0, 2**64 - 1)
-Gib = floats(1e-9, 1e6)
+Gib = floats(0, 10**6, is_open=True)
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class SamplingParams:
     stop: tuple[StopString, ...] = ()
     temperature: floats(0, LARGEST) = 0.0
     top_k: ints(0, MAX_INT32) = 0
-    top_p: floats(SMALLEST, 1) = 1.0
+    top_p: floats(0, 1, is_open=True) = 1.0
     min_p: floats(0, 1) = 0.0
     repetition_penalty: floats(SMALLEST, LARGEST) = 1.0
     seed: Seed | None = None

@@ -124,7 +124,7 @@ def test_arguments_of_requests():
         ("temperature", -1, r"a number in 0\.\.1e\+30, got -1"), ("temperature", "1", r"a number in 0\.\.1e\+30, got '1'"),
         ("temperature", float("nan"), "a number"), ("temperature", 1e31, "a number"),
         ("top_k", -1, r"an int in 0\.\.2147483647, got -1"), ("top_k", 10**30, "an int"), ("top_k", 2.5, "an int"),
-        ("top_p", 0, r"a number in 1e-30\.\.1, got 0"), ("min_p", 2, r"a number in 0\.\.1, got 2"),
+        ("top_p", 0, "a number above 0 and at most 1, got 0"), ("min_p", 2, r"a number in 0\.\.1, got 2"),
         ("repetition_penalty", 0, r"a number in 1e-30\.\.1e\+30, got 0"),
         ("n", 0, r"an int in 1\.\.16384, got 0"), ("n", 2.0, r"an int in 1\.\.16384, got 2.0"),
         ("logprobs", 65, r"an int in 0\.\.64, got 65"), ("logprobs", True, r"an int in 0\.\.64, got True"),
