@@ -79,8 +79,6 @@ def run_grid(
     lookups = [i for i, r in enumerate(workload.requests) if r.output == 0]
     counted = lookups or list(range(len(workload.requests)))  # requests with hits that count
     common: Row = {"workload": workload.name, "preset": preset}
-    if replay_tokens is not None:
-        common["replay_tokens"] = replay_tokens
     num_replays = len(retentions) * (len(evictions) * len(pools) * (1 + len(hosts)) + 1)
     num_replays += len(vllm) * len(pools)
     total = num_replays * len(workload.requests)
@@ -105,6 +103,8 @@ def run_grid(
         )  # fmt: skip
         row = {**common, "retention": retention, "eviction": eviction, "pool": pool}
         row["pool_bytes"] = pages * page_bytes if pool else None
+        if replay_tokens is not None:
+            row["replay_tokens"] = replay_tokens
         row |= measured(run, counted) | evicted(run)
         if run.host is not None:
             row |= {"host": host, "host_bytes": host_sizes[host] * page_bytes, "link": link}

@@ -72,6 +72,24 @@ def test_an_infinite_pool_hits_as_a_dict_of_prefixes(seed):
     assert hybrid.hits.tolist() == dense.hits.tolist()  # every boundary is resumable
 
 
+@pytest.mark.parametrize(("replay_tokens", "hit"), [(None, 0), (1024, 1984 - 1024)])
+def test_a_prefix_without_resume_point_is_replayed(replay_tokens, hit):
+    """The second prompt is the first 2000 tokens of the first one: 1984 are whole segments."""
+    lengths = (3000, 2000)
+    requests = [
+        TraceRequest(100.0 * i, i, n, 10, np.arange(200), 16) for i, n in enumerate(lengths)
+    ]
+    workload = TraceWorkload("shorter", requests)
+    rows = run_grid(
+        workload, "gpt-oss-like", ["300%"], ["latest"], ["lru"], ONE_BY_ONE,
+        replay_tokens=replay_tokens, progress=False,
+    )  # fmt: skip
+    replayed, bounds = rows[:2], rows[2:]
+    assert [row["hit_tokens"] for row in replayed] == [hit, hit]
+    assert [row.get("replay_tokens") for row in replayed] == [replay_tokens, replay_tokens]
+    assert all(row["hit_tokens"] == 1984 and "replay_tokens" not in row for row in bounds)
+
+
 def test_the_clock():
     """Two prompts and their answers, by hand: prefill 1000 tokens/s, decode 100 tokens/s."""
     ids = np.arange(100)
