@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any
@@ -269,4 +269,7 @@ def _as_tuple(value: Any, kind: type) -> Any:
     """A value of ``kind`` alone, an iterable or None, as a tuple; others as they are."""
     if value is None or isinstance(value, kind):
         return () if value is None else (value,)
-    return tuple(value) if isinstance(value, Iterable) else value
+    try:
+        return tuple(value)
+    except TypeError:
+        return value

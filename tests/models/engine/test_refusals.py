@@ -134,7 +134,7 @@ def test_arguments_of_requests():
         ("stop", ("a", ""), "a text, not an empty one, got ''"), ("stop", (5,), "a text, not an empty one, got 5"),
         ("stop", 7, "a list, got 7"), ("stop_token_ids", ("a",), "an int in .*, got 'a'"),
         ("stop_token_ids", 2.5, "a list, got 2.5"), ("ignore_eos", "no", "True or False, got 'no'"),
-        ("skip_special_tokens", 1, "True or False, got 1"),
+        ("stop_token_ids", np.array(3), r"a list, got array\(3\)"), ("skip_special_tokens", 1, "True or False, got 1"),
     ],
 )  # fmt: skip
 def test_sampling_parameters(name, value, expected):
