@@ -1,6 +1,6 @@
 """Everything that needs a GPU, in one unattended command: correctness, times, then tile shapes.
 
-    python -m bench.gpu --out results                      all parts, 15 minutes at most
+    python -m bench.gpu --out results                      all parts, 16 minutes at most
     python -m bench.gpu --tar results.tar.gz               one file to carry, after each part
     python -m bench.gpu --resume results.tar.gz            goes on where that one stopped
     python -m bench.gpu --parts attention,prefill-decode   only these
