@@ -116,4 +116,4 @@ def version_of(package: str) -> str:
 
 
 def _parser() -> Parser:
-    return Parser("models.doctor", __doc__)
+    return Parser("quire.models.doctor", __doc__)

@@ -6,12 +6,12 @@
     quire chat --model MODEL --system "Answer in one sentence."
 
     quire generate --model MODEL --tensor-parallel-size 2 --prompt "Once upon a time"
-    torchrun --nproc-per-node 2 -m models.generate --model MODEL --prompt "Once upon a time"
+    torchrun --nproc-per-node 2 -m quire.models.generate --model MODEL --prompt "Once upon a time"
 
 MODEL is a Hugging Face directory, a .gguf file, a name on the Hub, or a built-in name (random
-weights). `python -m models.generate` is `quire generate`, and with --chat `quire chat`. One prompt
-is answered as a stream; several (--prompt again) are generated together and printed in order. In a
-chat, Ctrl-C ends an answer, and at the prompt the chat; a second one does not wait for the step.
+weights). One prompt is answered as a stream; several (--prompt again) are generated together and
+printed in order. `quire chat` is --chat: Ctrl-C ends an answer, and at the prompt the chat; a second
+one does not wait for the step.
 
 Exit status: 0; 2 after an error, with the reason on stderr; 130 after Ctrl-C; 141 when the reader
 of the output has gone.
@@ -265,7 +265,7 @@ def _params(args: argparse.Namespace, default: SamplingParams) -> SamplingParams
 
 
 def _parser() -> Parser:
-    parser = Parser("models.generate", __doc__)
+    parser = Parser("quire.models.generate", __doc__)
     add = parser.add_argument
     own = "default: of the model's generation_config.json, else"
     fp8 = "fp8 = e4m3 with a scale a row; fp8_per_tensor = with two scales a layer"

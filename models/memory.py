@@ -100,9 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("models.memory", __doc__)
+    parser = Parser("quire.models.memory", __doc__)
     add = parser.add_argument
-    names = "directory, .gguf file, name on the Hub, or built-in name"
+    names = "directory, .gguf file, name on the Hub, or a built-in name such as deepseek-v4-flash"
     add("--model", required=True, metavar="MODEL", help=names)
     add("--context", type=integer(2, MAX_TOKENS), nargs="+", metavar="N",
         help="tokens of a request; default: up to the model's limit")  # fmt: skip

@@ -263,6 +263,12 @@ def test_every_option_refuses_what_it_cannot_have(name, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith("models.")])
+def test_help_of_models_names_modules_as_an_installed_quire_has_them(name):
+    shown = import_module(MODULES[name])._parser().format_help()
+    assert f"python -m quire.{name}" in shown and "-m models." not in shown
+
+
 def test_a_file_that_is_only_checked_is_left_as_it_was(tmp_path):
     new, old = tmp_path / "new", tmp_path / "old"
     old.write_text("old")

@@ -182,9 +182,11 @@ def _parser() -> Parser:
     add, rate = parser.add_argument, number(above=True)
     loaders, generators = ", ".join(LOADERS), ", ".join(GENERATORS)
     source = f"FORMAT:PATH ({loaders}), or a generator ({generators}) with :name=value,..."
-    add("--workload", nargs="+", default=["round-robin"], help=source)
-    add("--model", nargs="+", default=["gemma-4-31b"], choices=list(PRESETS), help="model")
-    sizes = "e.g. 64GiB, 10%% of the dense working set, 5000pages"
+    add("--workload", nargs="+", default=["round-robin"],
+        help=f"{source}; default: round-robin")  # fmt: skip
+    add("--model", nargs="+", default=["gemma-4-31b"], choices=list(PRESETS),
+        help="sizes of its pages; default: gemma-4-31b")  # fmt: skip
+    sizes = "e.g. 64GiB, 10%% of the dense working set, 5000pages; default: 25%% 50%% 100%%"
     add("--pool", nargs="+", default=["25%", "50%", "100%"], help=sizes)
     kept = "auto, latest, dense, or an interval in tokens; default: auto"
     add("--retention", nargs="+", type=retention, default=["auto"], help=kept)
@@ -197,29 +199,30 @@ def _parser() -> Parser:
     host = "host memory behind each pool, in sizes as of --pool; default: none"
     add("--host", nargs="+", default=[], metavar="SIZE", help=host)
     add("--link", type=rate, default=50.0, help="GB/s to the host, and from it; default: 50")
-    add("--limit", type=integer(), help="requests at most")
-    add("--seed", type=integer(0, 2**63 - 1), default=0)
+    add("--limit", type=integer(), help="requests at most; default: all")
+    add("--seed", type=integer(0, 2**63 - 1), default=0, help="of a generator; default: 0")
     add(
         "--prefill-rate",
         type=rate,
         default=SimulatedTiming.prefill_rate,
-        help="prompt tokens a second",
+        help="prompt tokens a second; default: %(default)g",
     )
     add(
         "--decode-rate",
         type=rate,
         default=SimulatedTiming.decode_rate,
-        help="answer tokens a second, each",
+        help="answer tokens a second, each request; default: %(default)g",
     )
-    add("--chunk", type=integer(), default=SimulatedTiming.chunk, help="tokens of a prefill chunk")
+    chunk = "tokens of a prefill chunk; default: %(default)d"
+    add("--chunk", type=integer(), default=SimulatedTiming.chunk, help=chunk)
     most = integer(most=65536)
     add(
         "--max-requests",
         type=most,
         default=SimulatedTiming.max_requests,
-        help="at once; 1: one by one",
+        help="at once; 1: one by one; default: %(default)d",
     )
     add("--json", type=output_file, metavar="FILE", help="write the rows as a list of objects")
     add("--plot", type=output_file, metavar="FILE", help="write a picture (.svg, .png)")
-    add("--quiet", action="store_true", help="no progress bar")
+    add("--quiet", action="store_true", help="no progress bar; a pipe or file gets none")
     return parser

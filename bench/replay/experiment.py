@@ -82,7 +82,7 @@ def run_grid(
     num_replays = len(retentions) * (len(evictions) * len(pools) * (1 + len(hosts)) + 1)
     num_replays += len(vllm) * len(pools)
     total = num_replays * len(workload.requests)
-    bar = tqdm(total=total, unit="request", disable=not progress, leave=False)
+    bar = tqdm(total=total, unit="request", disable=None if progress else True, leave=False)
 
     def one(
         retention: str | int, eviction: str, pages: int, pool: str | None, host: str | None = None

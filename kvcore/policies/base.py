@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T", bound=tuple[Any, ...])
+R = TypeVar("R", bound="Ranked")
 SHORT = 64  # items of a heap
 
 
@@ -89,12 +91,22 @@ def is_policy(thing: Any) -> bool:
 class Ranked:
     """Base of policies that give each entry a rank when it is filed: the lowest goes first, the
     deepest among equals. A heap with lazy deletion.
+
+    Raises:
+        TypeError: a subclass that does not define `rank`.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, int, Entry]] = []
-        self._tickets: dict[Entry, int] = {}
-        self._next = 0
+    _heap: list[tuple[float, int, int, Entry]]
+    _tickets: dict[Entry, int]
+    _next: int
+
+    def __new__(cls: type[R], *args: Any, **options: Any) -> R:
+        """Make the heap here: a subclass with an ``__init__`` of its own need not call another."""
+        if cls.rank is Ranked.rank:
+            raise TypeError(f"policy: {cls.__name__} must define rank(entry)")
+        policy = super().__new__(cls)
+        policy._heap, policy._tickets, policy._next = [], {}, 0
+        return policy
 
     def __len__(self) -> int:
         """Entries that are filed."""
@@ -109,8 +121,8 @@ class Ranked:
         self._next += 1
         self._tickets[entry] = self._next
         rank = self.rank(entry)
-        if rank != rank:  # it compares with nothing: the heap would be no heap
-            raise ValueError(f"rank: expected a number, got {rank!r}")
+        if not isinstance(rank, Real) or rank != rank:  # NaN compares with nothing
+            raise ValueError(f"rank: {type(self).__name__}: expected a number, got {rank!r}")
         heapq.heappush(self._heap, (rank, -entry.depth, self._next, entry))
         if len(self._heap) > 4 * len(self._tickets) + 1024:
             self._heap = [r for r in self._heap if self._tickets.get(r[3]) == r[2]]

@@ -99,6 +99,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("models.integrations.hub_kernels", __doc__)
+    parser = Parser("quire.models.integrations.hub_kernels", __doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to; new or empty")
     return parser

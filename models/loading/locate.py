@@ -43,11 +43,10 @@ def locate_checkpoint(model: str | Path) -> Path:
 
 def unknown_model(model: str | Path) -> ValueError:
     """The error for a model that is no built-in name, directory, file or name on the Hub."""
-    tiny = sorted(name for name in named_configs() if name.endswith("tiny"))
     return ValueError(
         f"model: there is no {str(model)!r}. It may be\n"
         "  a Hugging Face directory, a .gguf file, a name on the Hub such as google/gemma-3-4b-it,\n"
-        f"  or, with random weights, one of {', '.join(tiny)}"
+        f"  or, with random weights, one of {', '.join(sorted(named_configs()))}"
     )
 
 

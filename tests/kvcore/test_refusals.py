@@ -260,13 +260,33 @@ def test_a_policy_that_chooses_what_it_may_not_is_named(specs, case):
     e.check()
 
 
-def test_a_rank_that_is_no_number_is_raised_by_an_eviction():
-    class Nan(Ranked):
+@pytest.mark.parametrize("rank", [NAN, None, "1", (1, 2)])
+def test_a_rank_that_is_no_number_is_raised_by_an_eviction(rank):
+    class Bad(Ranked):
         def rank(self, entry):
-            return NAN
+            return rank
 
-    e = Engine(groups((4, None)), policy=Nan(), **OPTIONS)
+    e = Engine(groups((4, None)), policy=Bad(), **OPTIONS)
     e.run("a", [1] * 30)
-    with pytest.raises(ValueError, match="rank: expected a number, got nan"):
+    with pytest.raises(ValueError, match="rank: Bad: expected a number, got "):
         e.kv.evict(3)
+    e.check()
+
+
+def test_a_policy_without_rank_is_refused_and_one_with_its_own_init_works():
+    class Nothing(Ranked):
+        pass
+
+    class Own(Ranked):
+        def __init__(self, weight, *, least=0):
+            self.weight = weight
+
+        def rank(self, entry):
+            return self.weight * np.int64(entry.last_used)
+
+    with pytest.raises(TypeError, match=r"policy: Nothing must define rank\(entry\)"):
+        Nothing()
+    e = Engine(groups((4, None)), policy=Own(2, least=1), **OPTIONS)
+    e.run("a", [1] * 30)
+    e.kv.evict(3)
     e.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -30,7 +31,9 @@ def test_rows_of_the_command(tmp_path, capsys):
     assert set(values) == {"pool_1m_bytes", *names, "drafts_step_1", "drafts_step_3"}
     assert values["decode_step_3"][1] == "s" and 0 < values["decode_step_3"][0] < 1
     assert values["pool_1m_bytes"][1] == "B" and values["pool_1m_bytes"][0] < 64 * 2**20
-    assert "decode_step_3" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "decode_step_3" in printed.out
+    assert ("vllm not installed: no comparison\n" in printed.err) == (find_spec("vllm") is None)
 
 
 @pytest.mark.parametrize("spec", measure.SPECS)

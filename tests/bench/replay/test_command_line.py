@@ -1,10 +1,11 @@
 """`python -m bench.replay`: rows, pictures, and input that cannot be replayed."""
 
 import json
+import sys
 
 import pytest
 
-from quire.bench.replay.__main__ import main
+from quire.bench.replay.__main__ import _parser, main
 
 CHATS = "round-robin:sessions=3,turns=2,first=512,user=64,answer=32"
 AGENTS = "agent-pauses:agents=4,steps=4,root=1024,rate=1.0"
@@ -36,6 +37,31 @@ def test_a_policy_of_ones_own(tmp_path, monkeypatch, capsys):
     assert main([*arguments, "--eviction", "lru", "mine:Own"]) == 0
     lru, own = (line.split()[2:] for line in capsys.readouterr().out.splitlines()[3:5])
     assert own == lru  # its name is all that differs
+
+
+def test_a_policy_without_rank_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "empty.py").write_text(
+        "from quire.kvcore import Ranked\n\nclass A(Ranked):\n    pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["--eviction", "empty:A"]) == 2
+    assert "policy: A must define rank(entry)" in capsys.readouterr().err
+
+
+def test_a_bar_is_shown_at_a_terminal_alone(monkeypatch, capsys):
+    arguments = ["--workload", CHATS, "--model", "llama-like", "--pool", "50%", "--eviction", "lru"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(arguments) == 0
+    assert "request" in capsys.readouterr().err
+
+
+def test_help_states_every_default():
+    parser = _parser()
+    for action in parser._actions:
+        if action.option_strings and action.nargs != 0 and action.dest not in ("json", "plot"):
+            assert "default" in action.help, action.dest
 
 
 def test_hosts(tmp_path, capsys):
