@@ -68,6 +68,16 @@ def test_an_emptied_host_gets_what_the_device_still_has(specs, segments, left):
     assert s.load([*other, 1]).num_saved_tokens == s.serve([*other, 1]) == 96
 
 
+def test_events_of_an_emptied_host_leave_the_device_its_blocks():
+    log = EventLog()
+    s = Setup(DENSE, events=log)
+    s.serve(PROMPT)
+    s.store()
+    log.take()
+    s.e.kv.evict_pages([dense_page(s, 7)])
+    assert [(e.medium, len(e.block_hashes)) for e in log.take()[1]] == [("CPU", 12), ("GPU", 5)]
+
+
 def test_events_name_salts():
     """Of what was computed, of its copy, and of what came back."""
     log = EventLog(identities=True)
