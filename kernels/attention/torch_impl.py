@@ -82,6 +82,8 @@ def attend_in_torch(call: AttentionCall) -> torch.Tensor:
                 call.lse[:, batch.padding] = -torch.inf
         keys = _rows(call.k_pages, call.k_scale, call.k, batch)
         values = _rows(call.v_pages, call.v_scale, call.v, batch)
+        if keys.dtype == torch.float16:  # on a CPU torch multiplies it many times as slowly as fp32
+            keys, values = keys.float(), values.float()
         for block in batch.blocks:
             _attend(call, block, keys[:, :, block.keys], values[:, :, block.keys])
     return call.out
