@@ -21,8 +21,9 @@ import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
-from triton.runtime import driver
+from triton.runtime import _allocation, driver
 
+from .bulk import encode
 from .instructions import compile_ptx
 from .machine import Machine, Program
 from .memory import Fault, Global, extents, merged
@@ -41,7 +42,6 @@ class Launch:
     """One launch that has run."""
 
     kernel: str
-    seconds: float
     ptx: str
 
 
@@ -75,7 +75,6 @@ class Device:
             params: (type, value) of each parameter.
             tensors: those that the kernel may touch.
         """
-        started = time.process_time()
         text = compiled.asm["ptx"]
         if text not in self.programs:
             self.programs[text] = compile_ptx(text)
@@ -94,8 +93,7 @@ class Device:
             results.add(memory.written())
         if len(results) > 1:
             raise Fault(f"{program.kernel.name}: another order of CTAs gives other bits")
-        seconds = time.process_time() - started
-        self.launches.append(Launch(program.kernel.name, seconds, text))
+        self.launches.append(Launch(program.kernel.name, text))
 
     def _run(self, program, packed, ctas, grid, metadata, memory: Global) -> None:
         threads = metadata.num_warps * 32
@@ -120,7 +118,7 @@ class Device:
 
 def _pack(program: Program, params: list[tuple[str, Any]]) -> bytes:
     places = list(program.kernel.params.values())
-    # After the arguments, Triton has addresses of scratch memory that no kernel here uses.
+    # After the arguments, Triton has addresses of scratch memory; those of none stay 0.
     if not 0 <= len(places) - len(params) <= 2:
         raise Unsupported(f"{len(places)} parameters, {len(params)} arguments")
     packed = bytearray(program.kernel.param_bytes)
@@ -132,17 +130,15 @@ def _pack(program: Program, params: list[tuple[str, Any]]) -> bytes:
 class Launcher:
     """What Triton calls to launch a kernel."""
 
-    def __init__(self, device: Device, compiled: CompiledKernel):
-        self.device, self.compiled = device, compiled
+    def __init__(self, compiled: CompiledKernel):
+        self.compiled = compiled
         self.types = list(compiled.src.signature.values())
 
     def __call__(
         self, x, y, z, stream, function, packed, launch_metadata, enter, leave, *arguments
     ):
-        metadata = self.compiled.metadata
-        if metadata.global_scratch_size:
-            raise Unsupported(f"{metadata.name}: scratch memory")
-        if metadata.shared > SHARED_MEMORY[self.device.arch]:
+        metadata, device = self.compiled.metadata, driver.active.emulated
+        if metadata.shared > SHARED_MEMORY[device.arch]:
             raise Fault(f"{metadata.name}: {metadata.shared} bytes of shared memory")
         params: list[tuple[str, Any]] = []
         tensors: list[torch.Tensor] = []
@@ -153,6 +149,9 @@ class Launcher:
                     add(part, item)
             elif kind == "constexpr":
                 return
+            elif kind.startswith("tensordesc"):
+                tensors.append(value.base)
+                params.extend(_descriptor(value, next(metas, None)))
             elif kind[0] == "*":
                 params.append(("Q", 0 if value is None else _address(value)))
                 if value is not None:
@@ -162,19 +161,42 @@ class Launcher:
             else:
                 raise Unsupported(f"{metadata.name}: an argument of type {kind}")
 
+        metas = iter(getattr(metadata, "tensordesc_meta", None) or ())
         for kind, value in zip(self.types, arguments, strict=True):
             add(kind, value)
-        self.device.launch(self.compiled, metadata, (x, y, z), params, tensors)
+        if size := metadata.global_scratch_size:
+            allocate = _allocation._allocator.get()
+            scratch = allocate(x * y * z * size, metadata.global_scratch_align, stream)
+            params.append(("Q", _address(scratch)))
+            tensors.append(scratch)
+        device.launch(self.compiled, metadata, (x, y, z), params, tensors)
 
 
 _address = torch.Tensor.data_ptr
 
 
+def _descriptor(value, meta: dict | None) -> list[tuple[str, Any]]:
+    """Parameters of a `TensorDescriptor`; meta: None where the kernel has no tensor maps."""
+    base, shape, strides, nan = (
+        _address(value.base),
+        value.shape,
+        value.strides,
+        value.padding == "nan",
+    )
+    sizes = [("i", n) for n in shape] + [("q", n) for n in strides]
+    if meta is not None:
+        return [("128s", encode(base, meta, shape, strides, nan)), *sizes]
+    wide = [("q", n) for n in (*shape, *strides)]
+    flags = [nan, value.round_f32_to_tf32] if hasattr(value, "round_f32_to_tf32") else [nan]
+    return [("Q", base), *wide, *(("b", flag) for flag in flags), *sizes]
+
+
 def _driver(device: Device) -> SimpleNamespace:
     """What Triton asks of a driver."""
     return SimpleNamespace(
+        emulated=device,
         get_current_target=lambda: GPUTarget("cuda", device.arch, 32),
-        get_current_device=lambda: 0,
+        get_current_device=lambda: device.arch,  # Triton keeps what it compiled by device
         set_current_device=lambda number: None,
         get_current_stream=lambda number: 0,
         get_active_torch_device=lambda: torch.device("cpu"),
@@ -197,7 +219,7 @@ def emulated(arch: str) -> Iterator[Device]:
 
     def init_handles(kernel):
         if kernel.module is None:
-            kernel._run = Launcher(device, kernel)
+            kernel._run = Launcher(kernel)
             kernel.module, kernel.function = "ptx", kernel
             kernel.n_regs, kernel.n_spills, kernel.n_max_threads = 0, 0, 1024
 

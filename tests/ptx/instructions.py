@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from . import matrix, wgmma
+from . import bulk, matrix, wgmma
 from .arithmetic import DTYPES, arithmetic
 from .machine import WARP, Block, Machine, Mask, Program, Step
 from .memory import UINT, Copy, Fault, load, process_memory, store
@@ -125,6 +125,9 @@ class Compiler:
         if _SPECIAL.fullmatch(operand) and operand not in registers:
             self.kernel.add_register(operand, 4)
             self.program.special[operand] = registers[operand]
+        if operand in self.kernel.params:
+            offset, _ = self.kernel.params[operand]
+            return lambda m: np.uint64(m.params.ctypes.data + offset)
         if operand not in registers:
             value = self._constant(operand, dtype)
             return lambda m: value
@@ -296,6 +299,8 @@ def _atom(c: Compiler, op: Instruction) -> Step:
 def _cp(c: Compiler, op: Instruction) -> Step | None:
     if op.parts[1:2] != ["async"]:
         return None
+    if op.parts[2] == "bulk":
+        return bulk.copy_tensor(c, op) if op.parts[3] == "tensor" else bulk.groups(c, op)
     if op.parts[2] == "commit_group":
 
         def commit(m: Machine, mask: Mask) -> None:
@@ -398,6 +403,25 @@ def _vote(c: Compiler, op: Instruction) -> Step | None:
     return c.assign(op.operands[0], value)
 
 
+def _elect(c: Compiler, op: Instruction) -> Step:
+    """The first lane of each warp is chosen."""
+    check = _all_lanes(c, op.operands[1])
+
+    def values(m: Machine, mask: Mask) -> list:
+        check(m, mask)
+        return [np.uint32(0), m.lane == 0]
+
+    return c.assign_all(op.operands[0].split("|"), values)
+
+
+def _cvta(c: Compiler, op: Instruction) -> Step:
+    """Addresses of all spaces but shared memory are generic ones here."""
+    if "shared" in op.text:
+        raise Unsupported(op.text)
+    read = c.read(op.operands[1], op.kind)
+    return c.assign(op.operands[0], lambda m, mask: read(m))
+
+
 def _bar_warp(c: Compiler, op: Instruction) -> Step | None:
     return _all_lanes(c, op.operands[0]) if op.parts[1:] == ["warp", "sync"] else None
 
@@ -409,8 +433,9 @@ def _nothing(c: Compiler, op: Instruction) -> Step:
 
 _HANDLERS: dict[str, Callable[[Compiler, Instruction], Step | None]] = {
     "mov": _mov, "ld": _ld, "st": _st, "atom": _atom, "red": _atom, "cp": _cp,
-    "shfl": _shfl, "redux": _redux, "vote": _vote, "bar": _bar_warp,
+    "shfl": _shfl, "elect": _elect, "cvta": _cvta, "redux": _redux, "vote": _vote, "bar": _bar_warp,
     "membar": _nothing, "nanosleep": _nothing, "prefetch": _nothing, "griddepcontrol": _nothing,
     **matrix.HANDLERS,
     **wgmma.HANDLERS,
+    **bulk.HANDLERS,
 }  # fmt: skip

@@ -78,7 +78,8 @@ class Machine:
     def __init__(
         self, program: Program, params: bytes, ctas, grid, threads: int, shared: int, memory: Global
     ):
-        self.program, self.params, self.memory = program, params, memory
+        self.program, self.memory = program, memory
+        self.params = np.frombuffer(params, "u1")
         self.ctas, self.threads = ctas, threads
         self.size = threads * len(ctas)
         self.lanes = np.arange(self.size)
@@ -91,6 +92,11 @@ class Machine:
         self.clocks = Clocks(len(ctas), threads // WARP)
         self.shared = Shared(shared, program.grains["shared"], self.clocks)
         self.groups = np.zeros(self.size, "i8")  # cp.async groups that a thread has committed
+        self.mbarriers: dict = {}  # first byte in shared memory -> `bulk.Mbarrier`
+        self.loads = 0  # bulk copies to shared memory so far
+        self.stores: list = []  # from it under way: (thread, group, cells)
+        self.bulk_groups = np.zeros(self.size, "i8")
+        self.asleep = False  # True if a thread waits for an mbarrier
         self.products: list = []  # wgmma under way, in order (`wgmma.Product`)
         self.product_groups = np.zeros(-(-self.size // 128), "i8")  # that a warpgroup has committed
         self.fences = 1  # 1 + the number of wgmma.fence so far
@@ -169,6 +175,8 @@ class Machine:
                 self._run()
             if self.shared.copies:
                 raise Fault("ends with a cp.async that was not waited for")
+            if self.stores or any(barrier.loads for barrier in self.mbarriers.values()):
+                raise Fault("ends with a bulk copy that was not waited for")
             if self.products:
                 raise Fault("ends with a wgmma that was not waited for")
         except (Fault, Unsupported) as error:
@@ -180,7 +188,8 @@ class Machine:
     def _run(self) -> None:
         blocks = self.program.blocks
         self.pc = np.zeros(self.size, "i8")
-        # Barrier at which a thread waits: 1 + id + (number of threads << 8); 0: it runs.
+        # Barrier at which a thread waits: 1 + id + (number of threads << 8); 0: it runs; -1: it waits
+        # for an mbarrier.
         self.waits = np.zeros(self.size, "i8")
         at, together = 0, True  # together: all threads are at ``at``, and ``pc`` is not kept
         while True:
@@ -190,7 +199,9 @@ class Machine:
                 at = int(ready.min()) if len(ready) else EXITED
                 if at == EXITED:
                     if self.waits.any():
-                        raise Fault("deadlock: threads wait at a barrier that others never reach")
+                        raise Fault(
+                            "deadlock: threads wait at a barrier that others never reach, or for an mbarrier"
+                        )
                     return
                 mask = (self.pc == at) & (self.waits == 0)
                 if mask.all():
@@ -213,7 +224,7 @@ class Machine:
                 index, negated = block.guard
                 taken = self.registers[index] ^ np.bool_(negated)
             if mask is None:
-                if taken.all() or not taken.any():
+                if (taken.all() or not taken.any()) and not self.asleep:
                     at = block.target if taken.any() else block.end
                     continue
                 together = False
@@ -223,6 +234,15 @@ class Machine:
                 self.pc[mask & taken] = block.target
                 if block.jump == "ret":
                     self._release()
+
+    def sleep(self, lanes) -> None:
+        """Let threads wait for the end of a phase of an mbarrier, then go on where they jump now."""
+        self.waits[lanes] = -1
+        self.asleep = bool((self.waits < 0).any())
+
+    def wake(self) -> None:
+        self.waits[self.waits < 0] = 0
+        self.asleep = False
 
     def _barrier(self, block: Block, mask: Mask) -> bool:
         """bar.sync; returns whether all threads go on together."""

@@ -63,10 +63,10 @@ def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Clocks:
-    """Vector clocks of the warps of some CTAs: int64 [ctas, warps, warps]."""
+    """Vector clocks of the warps of some CTAs: int64 [ctas, warps, warps + 1]; last: bulk copies."""
 
     def __init__(self, ctas: int, warps: int):
-        self.times = np.tile(np.eye(warps, dtype="i8"), (ctas, 1, 1))
+        self.times = np.tile(np.eye(warps, warps + 1, dtype="i8"), (ctas, 1, 1))
         self.diagonal = np.arange(warps)
 
     def join(self, which: np.ndarray) -> None:
@@ -143,7 +143,7 @@ class Global:
         Args:
             cta: [lanes] 1 + CTA.
             tag: [lanes] 64 * time + warp.
-            known: [lanes, warps] times that the warp of the lane has seen.
+            known: [lanes, warps + 1] times that the warp of the lane has seen.
         """
         me, tag = cta[:, None], tag[:, None]
         lanes = np.arange(len(cta))[:, None]
@@ -229,11 +229,11 @@ class Shared:
         self.written = np.zeros(cells, bool)
         self.in_flight = np.zeros(cells, "u1")
         self.wrote = np.zeros(cells, "i8")  # 64 * time + warp
-        self.read = np.zeros((cells, self.warps), "i8")
+        self.read = np.zeros((cells, self.warps + 1), "i8")
         self.added = np.zeros(cells, bool)  # the last write was an atomic one
         self.copies: list[Copy] = []
         self.unfenced = np.zeros(cells, bool)  # written, and no fence.proxy.async since
-        self.busy = np.zeros(cells, "i2")  # wgmma under way that read it
+        self.busy = np.zeros(cells, "i2")  # wgmma and bulk copies under way that read it
 
     def locate(self, address: np.ndarray, size: int, cta: np.ndarray, align: int = 0) -> np.ndarray:
         """First bytes [lanes] of accesses; `Fault` if one is not aligned or outside of the CTA's."""
@@ -251,13 +251,13 @@ class Shared:
     def check_read(self, cells: np.ndarray, cta: np.ndarray, warp: np.ndarray) -> None:
         """Note a read of cells [lanes, n] by a warp [lanes] of a CTA [lanes]."""
         if self.in_flight[cells].any():
-            raise Fault("reads shared memory that a cp.async is on its way to")
+            raise Fault("reads shared memory that a copy is on its way to")
         if not self.written[cells].all():
             raise Fault("reads shared memory that was never written")
         if self.warps == 1:
             return
         known = self.clocks.times[cta, warp]
-        self._ordered(self.wrote[cells], known, "reads what", "wrote")
+        self.ordered(self.wrote[cells], known, "reads what", "wrote")
         self.read[cells, warp[:, None]] = known[np.arange(len(warp)), warp][:, None]
 
     def check_write(self, cells, cta, warp, *, same=False, atomic=False) -> None:
@@ -267,16 +267,16 @@ class Shared:
         two atomic operations are none.
         """
         if self.in_flight[cells].any():
-            raise Fault("writes shared memory that a cp.async is on its way to")
+            raise Fault("writes shared memory that a copy is on its way to")
         if self.busy[cells].any():
-            raise Fault("writes shared memory that a wgmma under way reads")
+            raise Fault("writes shared memory that a wgmma or a bulk copy under way reads")
         self.unfenced[cells] = True
         if self.warps == 1:
             return
         known = self.clocks.times[cta, warp]
         mine = (known[np.arange(len(warp)), warp] * 64 + warp)[:, None]
         apart = np.where(same | (self.added[cells] & atomic), 0, self.wrote[cells])
-        self._ordered(apart, known, "writes what", "wrote")
+        self.ordered(apart, known, "writes what", "wrote")
         late = self.read[cells] > known[:, None, :]
         if late.any():
             reader = np.nonzero(late)[2][0]
@@ -288,7 +288,7 @@ class Shared:
             raise Fault("atomic operation on shared memory that was never written")
         self.check_write(cells, cta, warp, atomic=True)
 
-    def _ordered(self, stamp, known, what, did) -> None:
+    def ordered(self, stamp, known, what, did) -> None:
         late = stamp >> 6 > known[np.arange(len(known))[:, None], stamp & 63]
         if late.any():
             raise Fault(f"race: {what} warp {stamp[late][0] & 63} {did} since the last barrier")
@@ -316,7 +316,7 @@ class Shared:
             raise Fault("race: lanes store different values to the same bytes at once")
 
     def fence(self, cta: int, warp: int) -> None:
-        """fence.proxy.async: wgmma may read what the warp has written or has seen written."""
+        """fence.proxy.async: wgmma and bulk copies may read what the warp has written or has seen written."""
         own = slice(cta * self.stride >> self.shift, (cta + 1) * self.stride >> self.shift)
         known = self.clocks.times[cta, warp]
         self.unfenced[own] &= self.wrote[own] >> 6 > known[self.wrote[own] & 63]

@@ -87,17 +87,19 @@ def _parse_params(kernel: Kernel, header: str) -> None:
     offset = 0
     for declaration in re.findall(r"\.param\s+([^,)]+)", header):
         kind, *_, name = declaration.split()
-        if kind == ".align":
-            raise Unsupported(f"{kernel.name}: parameter by value: {declaration}")
-        size = WIDTHS[kind.strip(".")]
-        offset = -(-offset // size) * size
+        by_value = re.fullmatch(r"\.align (\d+) \.b8 (\w+)\[(\d+)\]", declaration.strip())
+        if by_value:
+            align, name, size = int(by_value[1]), by_value[2], int(by_value[3])
+        else:
+            align = size = WIDTHS[kind.strip(".")]
+        offset = -(-offset // align) * align
         kernel.params[name] = (offset, size)
         offset += size
     kernel.param_bytes = offset
 
 
 def _parse_body(kernel: Kernel, body: str) -> None:
-    scopes: list[dict[str, str]] = []  # registers that inline assembly declares for itself
+    scopes: list[dict[str, str]] = []  # registers and labels of inline assembly
     at = 0
     while body[at:].strip():
         found = _STATEMENT.match(body, at)
@@ -105,7 +107,10 @@ def _parse_body(kernel: Kernel, body: str) -> None:
             raise SyntaxError(f"{kernel.name}: {body[at : at + 80]!r}")
         at = found.end()
         if found["label"]:
-            kernel.labels[found["label"]] = len(kernel.instructions)
+            label = found["label"]
+            if scopes:  # others may have one of this name
+                scopes[-1][label] = label = f"{label}_{len(kernel.instructions)}"
+            kernel.labels[label] = len(kernel.instructions)
         elif found["brace"] == "{":
             scopes.append({})
         elif found["brace"] == "}":

@@ -15,7 +15,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--ptx", default="sm_80", help="architecture to compile for: sm_80, sm_90")
     group.addoption("--ptx-orders", type=int, default=1, help="random orders of CTAs a launch")
     group.addoption("--ptx-seconds", type=float, default=300, help="skip a test that takes longer")
-    group.addoption("--ptx-log", help="file that gets a line a test")
     group.addoption("--ptx-part", help="K/N: the K-th of N parts of the tests")
 
 
@@ -51,23 +50,13 @@ def pytest_runtest_call(item: pytest.Item):
 
     device = item.config.ptx_device
     device.launches.clear()
-    started = time.process_time()
     device.deadline = time.perf_counter() + item.config.getoption("--ptx-seconds")
-    outcome = "ok"
     try:
         return (yield)
     except BaseException as error:
-        outcome = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, Unsupported):
             cause = cause.__cause__ or cause.__context__
         if cause is not None:
             pytest.skip(f"the emulator lacks: {cause}")
         raise
-    finally:
-        if path := item.config.getoption("--ptx-log"):
-            names = ",".join(sorted({launch.kernel for launch in device.launches}))
-            run = sum(launch.seconds for launch in device.launches)
-            took = time.process_time() - started
-            with open(path, "a") as log:
-                print(f"{run:.2f} s of {took:.2f}", item.nodeid, names, outcome, sep="\t", file=log)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from .arithmetic import DTYPES
 from .instructions import compile_ptx
 from .machine import Machine
-from .memory import Fault, Global, extents, merged
+from .memory import Global, extents, merged
 
 NAN, INF = float("nan"), float("inf")
 
@@ -153,81 +152,3 @@ def test_lanes_that_are_off_keep_their_registers():
 def test_instructions_of_a_warp(code, expected):
     registers = {"a": ("s32", np.arange(32)), "d": ("s32", None), "p": ("pred", None)}
     assert np.array_equal(run(code, registers)("d"), expected)
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape", "depth"),
-    [("bf16", "m16n8k16", 16), ("f16", "m16n8k16", 16), ("tf32", "m16n8k8", 8)],
-)
-def test_mma(kind, shape, depth):
-    """Fragments by the formulas of PTX ISA 9.7.14.5: groupID = lane / 4, threadID_in_group = lane % 4."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (16, depth), (depth, 8), (16, 8)
-    a, b, c = (torch.randint(-8, 9, s, generator=generator).float() for s in shapes)
-    lane = torch.arange(32)
-    group, thread = lane // 4, lane % 4
-
-    def words(values):
-        """Register [32] uint32 of the columns of [32, 2] or [32, 1] values."""
-        if kind == "tf32":
-            return values[:, 0].contiguous().view(torch.int32).numpy().view("u4")
-        dtype = torch.bfloat16 if kind == "bf16" else torch.float16
-        return values.to(dtype).contiguous().view(torch.int16).numpy().view("u4")[:, 0]
-
-    step = 1 if kind == "tf32" else 2
-    k = thread[:, None] * step + torch.arange(step)
-    registers = {}
-    for i in range(4):
-        row = group + 8 * (i % 2)
-        registers[f"a{i}"] = ("u32", words(a[row[:, None], k + depth // 2 * (i // 2)]))
-        registers[f"c{i}"] = ("f32", c[group + 8 * (i // 2), thread * 2 + i % 2].numpy())
-        registers[f"d{i}"] = ("f32", None)
-    for i in range(2):
-        registers[f"b{i}"] = ("u32", words(b[k + depth // 2 * i, group[:, None]]))
-    operands = "{d0, d1, d2, d3}, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3};"
-    result = run(f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 {operands}", registers)
-    for i in range(4):
-        expected = (a @ b + c)[group + 8 * (i // 2), thread * 2 + i % 2]
-        assert np.array_equal(result(f"d{i}"), expected.numpy())
-
-
-@pytest.mark.parametrize("swizzle", [32, 64, 128])
-def test_wgmma_reads_swizzled_rows(swizzle):
-    """A of ones in registers times B [8, 16]: rows of B, whose pieces of 16 bytes lie exchanged."""
-    b = np.random.default_rng(0).integers(-8, 9, (8, 16)).astype("f2")
-    memory = np.zeros(1024, "f2")
-    for n in range(8):
-        for k in range(16):
-            byte = n * swizzle + 2 * k
-            memory[(byte ^ ((byte >> 7 & (swizzle // 16 - 1)) << 4)) // 2] = b[n, k]
-    source = torch.from_numpy(memory[:512].view("f4").copy()).view(128, 2)
-    mode = {128: 1, 64: 2, 32: 3}[swizzle]
-    code = """
-        mov.u32 t, %tid.x; mul.wide.u32 g, t, 8; ld.param.u64 q, [p0]; add.s64 g, g, q;
-        ld.global.v2.b32 {x, y}, [g]; shl.b32 o, t, 3; st.shared.v2.b32 [o], {x, y};
-        fence.proxy.async.shared::cta; bar.sync 0; mov.b32 a, 0x3C003C00; wgmma.fence.sync.aligned;
-        wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {d0,d1,d2,d3}, {a,a,a,a}, m, 0, 1, 1, 0;
-        wgmma.commit_group.sync.aligned; {} wgmma.wait_group.sync.aligned 0;
-    """
-    registers = {n: ("u64" if n in "gq" else "u32", None) for n in "toxyagq"}
-    registers |= {f"d{i}": ("f32", None) for i in range(4)} | {"early": ("f32", None)}
-    registers["m"] = ("u64", mode << 62 | (8 * swizzle >> 4) << 32)
-
-    def product(without=" "):
-        text = code.replace("{}", "mov.b32 early, d0;").replace(without, " ")
-        return run(text, registers, tensors=[source], warps=4)
-
-    result = product()
-    sums = b.astype("f4").sum(1)
-    column = np.arange(128) % 4 * 2
-    assert np.array_equal(result("d0"), sums[column])
-    assert np.array_equal(result("d3"), sums[column + 1])
-    assert np.isinf(result("early")).all()  # before it was waited for
-    for gone, message in (
-        ("fence.proxy.async.shared::cta;", "fence.proxy"),
-        ("wgmma.fence.sync.aligned;", "wgmma.fence"),
-        ("bar.sync 0;", "race|fence.proxy"),
-        ("wgmma.wait_group.sync.aligned 0;", "not waited"),
-    ):
-        with pytest.raises(Fault, match=message):
-            product(without=gone)

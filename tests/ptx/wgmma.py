@@ -249,7 +249,7 @@ def _fence_registers(m: Machine, mask: Mask) -> None:
 
 def _fence(c, op: Instruction) -> Step:
     """fence.proxy.async; other fences order what is in order here anyway."""
-    if "proxy" not in op.parts:
+    if op.parts[1] != "proxy" or not op.parts[2].startswith("async"):
         return lambda m, mask: None
 
     def step(m: Machine, mask: Mask) -> None:
@@ -260,4 +260,12 @@ def _fence(c, op: Instruction) -> Step:
     return step
 
 
-HANDLERS = {"wgmma": _wgmma, "fence": _fence}
+def _setmaxnreg(c, op: Instruction) -> Step | None:
+    """Registers are no resource here."""
+    count = int(op.operands[0], 0)
+    if count % 8 or not 24 <= count <= 256:
+        return None
+    return lambda m, mask: _warpgroups(m, mask) and None
+
+
+HANDLERS = {"wgmma": _wgmma, "fence": _fence, "setmaxnreg": _setmaxnreg}
