@@ -1,1 +1,1 @@
-"""An emulator of compiled Triton kernels on the CPU, which checks every access. Used by tests only."""
+"""An emulator of compiled Triton kernels on the CPU, which checks every access; for tests only."""

@@ -38,7 +38,7 @@ def to_f32_odd(x):
 
 
 def add_odd(a, b):
-    """The float64 sum of two, inexact ones rounded to odd: a later rounding to fp32 is then right."""
+    """The float64 sum, an inexact one rounded to odd: a later rounding to fp32 is then right."""
     total = a + b
     part = total - a
     error = (a - (total - part)) + (b - part)
@@ -194,7 +194,7 @@ def fused(a, b, c):
 
 
 # Instruction: (modifiers that it may have, types of its sources, what it computes).
-# T is the type of the instruction, W the one twice as wide; modifiers that are part of the name here
+# T is the type of the instruction, W the one twice as wide; modifiers that are part of the name
 # choose the row. "rn" and "ftz" hold for floats: computed exactly in float64, then rounded once.
 TABLE: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "add": ("rn ftz", "T T", lambda a, b: a + b),
@@ -331,7 +331,10 @@ def _conversion(op):
         narrow = to_bf16 if to[0] == "b" else to_f16
         return ["f32", "f32"], lambda a, b: join(narrow(a), narrow(b), 16)
     if (to, of) == ("f16x2", "e4m3x2"):
-        split = lambda a: [to_f16(from_e4m3(a >> np.uint16(s) & np.uint16(255))) for s in (8, 0)]  # noqa: E731
+
+        def split(a):
+            return [to_f16(from_e4m3(a >> np.uint16(s) & np.uint16(255))) for s in (8, 0)]
+
         return ["b16"], lambda a: join(*split(a), 16)
     if (to, of) == ("e4m3x2", "f32") and "satfinite" in given:
         return ["f32", "f32"], lambda a, b: join(to_e4m3(a), to_e4m3(b), 8)

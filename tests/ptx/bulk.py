@@ -3,18 +3,17 @@
     mbarrier.init N        a phase ends after N arrivals and the bytes that were announced
     mbarrier.arrive        orders what the thread did before it before the end of the phase
     cp.async.bulk.tensor   a load counts its bytes at an mbarrier, a store is in a thread's group
-    mbarrier.try_wait      sleeps until the phase ends; then its loads are there
+    mbarrier.*_wait        sleeps until the phase ends; then its loads are there
 
 A load reads global memory at once, and reaches shared memory when its phase is first waited for. To
-the clocks all loads are one more warp. A store reads and writes at once; what it reads must stay until
-it is waited for.
+the clocks all loads are one more warp. A store reads and writes at once; what it reads must stay
+until it is waited for.
 
 Source: PTX ISA 8.8, sections 5.5 (tensor maps), 9.7.9.27 (bulk copies) and 9.7.13.15 (mbarrier).
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,16 +21,15 @@ from functools import lru_cache
 import numpy as np
 
 from .machine import WARP, Machine, Mask, Step
-from .memory import Fault, process_memory
+from .memory import Fault, process_memory, swizzled
 from .parse import WIDTHS, Instruction, Unsupported, vector
 
-# First byte and width of the fields of a tensor map here; NVIDIA does not document its own.
-FIELDS = {
-    "global_address": (0, 8), "global_stride": (8, 8), "global_dim": (40, 4), "box_dim": (60, 4),
-    "element_stride": (80, 4), "rank": (100, 4), "elemtype": (104, 4),
-    "interleave_layout": (108, 4), "swizzle_mode": (112, 4), "fill_mode": (116, 4),
-}  # fmt: skip
-_LAYOUT, BYTES = "<5Q20I8x", 128
+# A tensor map here; NVIDIA does not document its own layout.
+MAP = np.dtype([
+    ("global_address", "u8"), ("global_stride", "u8", 4), ("global_dim", "u4", 5),
+    ("box_dim", "u4", 5), ("element_stride", "u4", 5), ("rank", "u4"), ("elemtype", "u4"),
+    ("interleave_layout", "u4"), ("swizzle_mode", "u4"), ("fill_mode", "u4"), ("unused", "u8"),
+])  # fmt: skip
 _MARK = np.uint8(0xA5)  # bytes of an mbarrier
 SIZES = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4)  # bytes of an element, by elemtype
 NANS = {6: 0x7FFF, 7: 0x7FFFFFFF, 8: 0x7FFFFFFF, 9: 0x7FFFFFFFFFFFFFFF, 10: 0x7FFF}
@@ -39,15 +37,13 @@ NANS = {6: 0x7FFF, 7: 0x7FFFFFFF, 8: 0x7FFFFFFF, 9: 0x7FFFFFFFFFFFFFFF, 10: 0x7F
 
 def encode(address: int, meta: dict, shape, strides, nan: bool) -> bytes:
     """A tensor map for the ``tensordesc_meta`` of Triton; the last dimension is contiguous."""
-    size, rank = meta["elem_size"], len(shape)
-
-    def padded(values, count):
-        return [*reversed(values), *[0] * (count - rank)]
-
-    steps = padded([stride * size for stride in strides], 5)[1:]
-    boxes = [*padded(shape, 5), *padded(meta["block_size"], 5), *padded([1] * rank, 5)]
-    kinds = rank - 1, meta["elem_type"], 0, meta["swizzle"], int(nan)
-    return struct.pack(_LAYOUT, address, *steps, *boxes, *kinds)
+    made, rank = np.zeros((), MAP), len(shape)
+    made["global_address"], made["rank"], made["elemtype"] = address, rank - 1, meta["elem_type"]
+    made["global_stride"][: rank - 1] = np.multiply(strides[:-1], meta["elem_size"])[::-1]
+    made["global_dim"][:rank], made["box_dim"][:rank] = shape[::-1], meta["block_size"][::-1]
+    made["element_stride"][:rank] = 1
+    made["swizzle_mode"], made["fill_mode"] = meta["swizzle"], nan
+    return made.tobytes()
 
 
 @dataclass
@@ -71,26 +67,25 @@ class TensorMap:
 
 @lru_cache(maxsize=64)
 def decode(data: bytes) -> TensorMap:
-    address, *rest = struct.unpack(_LAYOUT, data)
-    strides, dims, box, steps = rest[:4], rest[4:9], rest[9:14], rest[14:19]
-    rank, kind, interleave, swizzle, nan = rest[19:24]
-    rank += 1
+    found = np.frombuffer(data, MAP)[0]
+    address, rank = int(found["global_address"]), int(found["rank"]) + 1
+    kind, swizzle = int(found["elemtype"]), int(found["swizzle_mode"])
     if rank > 5 or kind >= len(SIZES) or swizzle > 3:
         raise Fault("there is no tensor map")
-    if interleave or any(step != 1 for step in steps[:rank]):
+    if found["interleave_layout"] or (found["element_stride"][:rank] != 1).any():
         raise Unsupported("an interleaved tensor map, or one with element strides")
-    size, box = SIZES[kind], box[:rank]
-    span = 16 << swizzle
-    if address % 16 or any(stride % 16 for stride in strides[: rank - 1]):
+    size, span = SIZES[kind], 16 << swizzle
+    strides = np.array([size, *found["global_stride"][: rank - 1]], "i8")
+    dims, box = (found[name][:rank].astype("i8") for name in ("global_dim", "box_dim"))
+    if address % 16 or (strides[1:] % 16).any():
         raise Fault("a tensor map whose address or strides are no multiples of 16 bytes")
-    if min(box) < 1 or max(box) > 256 or box[0] * size % 16:
+    if box.min() < 1 or box.max() > 256 or box[0] * size % 16:
         raise Fault(f"a tensor map with a box of {box} elements of {size} bytes")
     if swizzle and box[0] * size != span:
         raise Unsupported(f"rows of {box[0] * size} bytes in a swizzle of {span}")
     index = np.indices(box[::-1]).reshape(rank, -1)[::-1].T
-    fill = (NANS[kind] if nan else 0).to_bytes(size, "little")
-    strides = np.array([size, *strides[: rank - 1]], "i8")
-    return TensorMap(address, strides, np.array(dims[:rank]), index, span, fill)
+    fill = (NANS[kind] if found["fill_mode"] else 0).to_bytes(size, "little")
+    return TensorMap(address, strides, dims, index, span, fill)
 
 
 @dataclass
@@ -99,7 +94,7 @@ class Mbarrier:
 
     Attributes:
         pending: arrivals that its phase lacks; ``missing``: bytes.
-        arrived: times that its arrivals had seen; ``ended``: those before the end of the last phase.
+        arrived: times that its arrivals had seen; ``ended``: those before the last phase's end.
         loads: under way: (phase, bytes of shared memory, what they get, time of the loads' clock).
     """
 
@@ -195,7 +190,6 @@ def _wait(c, op: Instruction) -> Step | None:
     if "parity" not in op.parts:
         return None
     address, read = c.address(op.operands[1], "u32"), c.read(op.operands[2], "u32")
-    sleeps = op.parts[1] == "try_wait"
 
     def value(m: Machine, mask: Mask) -> np.ndarray:
         lanes = m.active(mask)
@@ -207,8 +201,7 @@ def _wait(c, op: Instruction) -> Step | None:
                 barrier.land(m)
                 seen = np.maximum(m.clocks.times[cta, warps], barrier.ended)
                 m.clocks.times[cta, warps] = seen
-        if sleeps:
-            m.sleep(lanes[~done[lanes]])
+        m.sleep(lanes[~done[lanes]])
         return done
 
     return c.assign(op.operands[0], value)
@@ -239,11 +232,9 @@ def copy_tensor(c, op: Instruction) -> Step | None:
             cta, lanes = m.cta[one], np.full(len(address), lane)
             start = m.shared.locate(at_shared(m, one), size * count, cta, align=128)
             cells = m.shared.cells(start, size * count)
-            places = start + np.arange(size * count)
-            places ^= (places >> 7 & box.swizzle // 16 - 1) << 4
+            places = swizzled(start + np.arange(size * count), box.swizzle)
             m.global_cells(address, size, size, lanes, write=not loads)
-            process, at = process_memory(address, 1, "u1")
-            at = at[:, None] + np.arange(size)
+            process, at = process_memory(address, 1, size)
             if loads:
                 data = np.tile(np.frombuffer(box.fill, "u1"), (count, 1))
                 data[inside] = process[at]
@@ -260,7 +251,7 @@ def copy_tensor(c, op: Instruction) -> Step | None:
                 raise Fault("stores shared memory written without a fence.proxy.async since")
             m.shared.check_read(cells, cta, m.warp[one])
             m.shared.busy[cells] += 1
-            m.stores.append((int(lane), int(m.bulk_groups[lane]), cells))
+            m.stores.append((int(lane), int(m.groups["bulk"][lane]), cells))
             process[at] = m.shared.data[places].reshape(count, size)[inside]
 
     return step
@@ -269,34 +260,21 @@ def copy_tensor(c, op: Instruction) -> Step | None:
 def _map_at(m: Machine, address: np.ndarray, lane: np.ndarray) -> bytes:
     """The tensor map at an address: a parameter's, or one in global memory."""
     offset = int(address[0]) - m.params.ctypes.data
-    if 0 <= offset <= m.params.size - BYTES:
-        return m.params[offset : offset + BYTES].tobytes()
-    m.global_cells(address, BYTES, 64, lane, write=False)
-    process, at = process_memory(address, 1, "u1")
-    return process[int(at[0]) : int(at[0]) + BYTES].tobytes()
+    if 0 <= offset <= m.params.size - MAP.itemsize:
+        return m.params[offset : offset + MAP.itemsize].tobytes()
+    return m.load("global", address, 1, MAP.itemsize, lane, align=64).tobytes()
 
 
-def groups(c, op: Instruction) -> Step | None:
-    """cp.async.bulk.commit_group and wait_group."""
-    if op.parts[3] == "commit_group":
-
-        def commit(m: Machine, mask: Mask) -> None:
-            m.bulk_groups[m.active(mask)] += 1
-
-        return commit
-    pending = int(op.operands[0], 0)
-
-    def wait(m: Machine, mask: Mask) -> None:
-        lanes, left = set(m.active(mask).tolist()), []
-        for lane, group, cells in m.stores:
-            if lane not in lanes or group > m.bulk_groups[lane] - 1 - pending:
-                left.append((lane, group, cells))
-                continue
-            m.shared.busy[cells] -= 1
-            m.shared.check_read(cells, m.cta[[lane]], m.warp[[lane]])
-        m.stores = left
-
-    return wait
+def finish_stores(m: Machine, newest: np.ndarray) -> None:
+    """End the stores of each thread up to its group ``newest``."""
+    left = []
+    for lane, group, cells in m.stores:
+        if group > newest[lane]:
+            left.append((lane, group, cells))
+            continue
+        m.shared.busy[cells] -= 1
+        m.shared.check_read(cells, m.cta[[lane]], m.warp[[lane]])
+    m.stores = left
 
 
 def _tensormap(c, op: Instruction) -> Step | None:
@@ -306,29 +284,24 @@ def _tensormap(c, op: Instruction) -> Step | None:
         def copy(m: Machine, mask: Mask) -> None:
             m.whole_warps(mask)
             lanes = m.active(mask)[::WARP]
-            address = to(m, lanes)
-            data = m.shared.bytes_at(m.shared_read(source(m, lanes), BYTES, lanes), BYTES)
-            m.global_cells(address, BYTES, BYTES, lanes, write=True)
-            process, at = process_memory(address, 1, "u1")
-            process[at[:, None] + np.arange(BYTES)] = data
+            data = m.load("shared", source(m, lanes), 1, MAP.itemsize, lanes)
+            m.store("global", to(m, lanes), data, lanes)
 
         return copy
     if op.parts[1:3] != ["replace", "tile"] or op.parts[4] != "shared::cta":
         return None
-    first, width = FIELDS[op.parts[3]]
+    part, first = MAP.fields[op.parts[3]][:2]
     ordinal = int(op.operands[1], 0) if len(op.operands) == 3 else 0
     address, read = c.address(op.operands[0], "u64"), c.read(op.operands[-1], op.kind)
-    offset = first + width * ordinal
-    if WIDTHS[op.kind] != width:
+    offset = np.uint64(first + part.base.itemsize * ordinal)
+    if WIDTHS[op.kind] != part.base.itemsize:
         return None
     c.smallest("shared", 4)
 
     def replace(m: Machine, mask: Mask) -> None:
         lanes = m.active(mask)
-        values = np.ascontiguousarray(m.spread(read(m))[lanes])
-        m.shared_write(
-            address(m, lanes) + np.uint64(offset), values.view("u1").reshape(-1, width), lanes
-        )
+        values = m.spread(read(m))[lanes].reshape(-1, 1)
+        m.store("shared", address(m, lanes) + offset, values, lanes)
 
     return replace
 

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -37,28 +36,18 @@ _PACKED = {
 }  # fmt: skip
 
 
-@dataclass
-class Launch:
-    """One launch that has run."""
-
-    kernel: str
-    ptx: str
-
-
 class Device:
     """The emulated device.
 
     Attributes:
         arch: compute capability, as 80.
-        launches: launches that have run.
         deadline: time.perf_counter() after which launches raise `Unsupported`.
         orders: random orders in which a launch runs its CTAs; all must give the same bits.
-        programs: PTX -> what runs for it.
+        programs: PTX -> the program that runs for it.
     """
 
     def __init__(self, arch: int):
         self.arch = arch
-        self.launches: list[Launch] = []
         self.deadline = float("inf")
         self.orders = 1
         self.random = random.Random(0)
@@ -93,7 +82,6 @@ class Device:
             results.add(memory.written())
         if len(results) > 1:
             raise Fault(f"{program.kernel.name}: another order of CTAs gives other bits")
-        self.launches.append(Launch(program.kernel.name, text))
 
     def _run(self, program, packed, ctas, grid, metadata, memory: Global) -> None:
         threads = metadata.num_warps * 32
@@ -117,12 +105,12 @@ class Device:
 
 
 def _pack(program: Program, params: list[tuple[str, Any]]) -> bytes:
-    places = list(program.kernel.params.values())
+    places = program.kernel.params.values()
     # After the arguments, Triton has addresses of scratch memory; those of none stay 0.
     if not 0 <= len(places) - len(params) <= 2:
         raise Unsupported(f"{len(places)} parameters, {len(params)} arguments")
     packed = bytearray(program.kernel.param_bytes)
-    for (offset, _), (code, value) in zip(places, params, strict=False):
+    for offset, (code, value) in zip(places, params, strict=False):
         struct.pack_into("<" + code, packed, offset, value)
     return bytes(packed)
 
@@ -177,12 +165,8 @@ _address = torch.Tensor.data_ptr
 
 def _descriptor(value, meta: dict | None) -> list[tuple[str, Any]]:
     """Parameters of a `TensorDescriptor`; meta: None where the kernel has no tensor maps."""
-    base, shape, strides, nan = (
-        _address(value.base),
-        value.shape,
-        value.strides,
-        value.padding == "nan",
-    )
+    base, nan = _address(value.base), value.padding == "nan"
+    shape, strides = value.shape, value.strides
     sizes = [("i", n) for n in shape] + [("q", n) for n in strides]
     if meta is not None:
         return [("128s", encode(base, meta, shape, strides, nan)), *sizes]
@@ -214,7 +198,7 @@ def _without_assembler(backend=None, stages=None, *_):
 
 @contextmanager
 def emulated(arch: str) -> Iterator[Device]:
-    """Run Triton's launches on CPU tensors here, compiled for an architecture ("sm_80", "sm_90")."""
+    """Run Triton's launches on CPU tensors here, compiled for "sm_80" or "sm_90"."""
     device = Device(int(arch.removeprefix("sm_")))
 
     def init_handles(kernel):

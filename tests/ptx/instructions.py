@@ -1,6 +1,6 @@
-"""What each PTX instruction does to a `Machine`; arithmetic is in `arithmetic.py`, products in `matrix.py`.
+"""Steps of all PTX instructions but arithmetic, products and bulk copies.
 
-A `Compiler` gives an instruction its step: a function of the machine and of the mask of its threads.
+A step is a function of a `Machine` and of the mask of the threads that run it.
 
 Source: PTX ISA 8.8, chapter 9.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from . import bulk, matrix, wgmma
 from .arithmetic import DTYPES, arithmetic
 from .machine import WARP, Block, Machine, Mask, Program, Step
-from .memory import UINT, Copy, Fault, load, process_memory, store
+from .memory import UINT, Copy, Fault, process_memory
 from .parse import WIDTHS, Instruction, Kernel, Unsupported, parse, vector
 
 Read = Callable[[Machine], np.ndarray]
@@ -99,10 +99,7 @@ class Compiler:
 
     def assign(self, target: str, value: Callable[[Machine, Mask], np.ndarray]) -> Step:
         """A step that writes a value to a register ("_": nowhere)."""
-        if target == "_":
-            return lambda m, mask: None
-        index = self.kernel.registers[target]
-        return lambda m, mask: m.write(index, value(m, mask), mask)
+        return self.assign_all([target], lambda m, mask: [value(m, mask)])
 
     def assign_all(self, targets: list[str], values: Callable[[Machine, Mask], list]) -> Step:
         indices = [None if t == "_" else self.kernel.registers[t] for t in targets]
@@ -120,13 +117,13 @@ class Compiler:
         grains[space] = min(grains[space], width)
 
     def read(self, operand: str, kind: str) -> Read:
-        """Reads an operand as a type: a register (its low bits), a special register or a constant."""
+        """Reads a register (its low bits), a special register or a constant as a type."""
         dtype, registers = DTYPES[kind], self.kernel.registers
         if _SPECIAL.fullmatch(operand) and operand not in registers:
             self.kernel.add_register(operand, 4)
             self.program.special[operand] = registers[operand]
         if operand in self.kernel.params:
-            offset, _ = self.kernel.params[operand]
+            offset = self.kernel.params[operand]
             return lambda m: np.uint64(m.params.ctypes.data + offset)
         if operand not in registers:
             value = self._constant(operand, dtype)
@@ -219,8 +216,7 @@ def _ld(c: Compiler, op: Instruction) -> Step:
     space, width = _access(op)
     targets = vector(op.operands[0])
     if space == "param":
-        offset, _ = c.kernel.params[op.operands[1].strip("[] ")]
-        dtype = DTYPES[op.kind]
+        offset, dtype = c.kernel.params[op.operands[1].strip("[] ")], DTYPES[op.kind]
         return c.assign(targets[0], lambda m, mask: np.frombuffer(m.params, dtype, 1, offset)[0])
     address = c.address(op.operands[1], "u32" if space == "shared" else "u64")
     count, dtype = len(targets), DTYPES[op.kind]
@@ -229,13 +225,8 @@ def _ld(c: Compiler, op: Instruction) -> Step:
 
     def values(m: Machine, mask: Mask) -> list:
         lanes = m.active(mask)
-        place = address(m, lanes)
-        if space == "shared":
-            words = m.shared.load(m.shared_read(place, width * count, lanes), width, count)
-        else:
-            m.global_cells(place, width * count, width * count, lanes, write=False)
-            words = load(place, width, count)
-        return [full(m, w.view(dtype), lanes, mask) for w in words]
+        words = m.load(space, address(m, lanes), width, count, lanes)
+        return [full(m, w, lanes, mask) for w in np.ascontiguousarray(words.T).view(dtype)]
 
     return c.assign_all(targets, values)
 
@@ -244,18 +235,12 @@ def _st(c: Compiler, op: Instruction) -> Step:
     space, width = _access(op)
     address = c.address(op.operands[0], "u32" if space == "shared" else "u64")
     reads = [c.read(v, f"b{8 * width}") for v in vector(op.operands[1])]
-    size = width * len(reads)
     c.smallest(space, width)
 
     def step(m: Machine, mask: Mask) -> None:
         lanes = m.active(mask)
-        place = address(m, lanes)
-        values = [m.spread(r(m))[lanes] for r in reads]
-        if space == "shared":
-            m.shared_write(place, np.ascontiguousarray(np.stack(values, 1)).view("u1"), lanes)
-        else:
-            m.global_cells(place, size, size, lanes, write=True)
-            store(place, width, values)
+        words = np.stack([m.spread(r(m))[lanes] for r in reads], 1)
+        m.store(space, address(m, lanes), words, lanes)
 
     return step
 
@@ -284,35 +269,38 @@ def _atom(c: Compiler, op: Instruction) -> Step:
             memory = m.shared.data.view(dtype)
         else:
             m.global_cells(place, width, width, lanes, write=True, atomic=True)
-            memory, place = process_memory(place, width, dtype)
+            process, at = process_memory(place, width, 1)
+            memory, place = process.view(dtype), at[:, 0]
         old = np.zeros(len(lanes), dtype)
         for i, at in enumerate(place):
             old[i] = memory[at]
             memory[at] = function(old[i], operand[i])
         return full(m, old, lanes, mask)
 
-    if operands[0] == "_":
-        return value
     return c.assign(operands[0], value)
 
 
 def _cp(c: Compiler, op: Instruction) -> Step | None:
     if op.parts[1:2] != ["async"]:
         return None
-    if op.parts[2] == "bulk":
-        return bulk.copy_tensor(c, op) if op.parts[3] == "tensor" else bulk.groups(c, op)
-    if op.parts[2] == "commit_group":
+    if op.parts[2:4] == ["bulk", "tensor"]:
+        return bulk.copy_tensor(c, op)
+    kind = "bulk" if op.parts[2] == "bulk" else "async"
+    if "commit_group" in op.parts:
 
         def commit(m: Machine, mask: Mask) -> None:
-            m.groups[m.active(mask)] += 1
+            m.groups[kind][m.active(mask)] += 1
 
         return commit
-    if op.parts[2] in ("wait_group", "wait_all"):
+    if "wait_group" in op.parts or "wait_all" in op.parts:
         pending = int(op.operands[0], 0) if op.operands else -1
 
         def wait(m: Machine, mask: Mask) -> None:
-            newest = m.groups - 1 - pending
-            m.shared.finish(newest if mask is None else np.where(mask, newest, -1), m.cta, m.warp)
+            newest = m.newest(kind, pending, mask)
+            if kind == "bulk":
+                bulk.finish_stores(m, newest)
+            else:
+                m.shared.finish(newest, m.cta, m.warp)
 
         return wait
     if op.parts[2] not in ("ca", "cg"):
@@ -331,11 +319,10 @@ def _cp(c: Compiler, op: Instruction) -> Step | None:
         data = np.zeros((len(lanes), size), "u1")
         for amount in np.unique(real[real > 0]):
             which = real == amount
-            m.global_cells(place[which], int(amount), size, lanes[which], write=False)
-            words = load(place[which], 1, int(amount))
-            data[which, : int(amount)] = np.stack(words, 1)
+            some = m.load("global", place[which], 1, int(amount), lanes[which], align=size)
+            data[which, : int(amount)] = some
         start = m.shared.locate(to(m, lanes), size, m.cta[lanes])
-        begun = Copy(lanes, m.groups[lanes], start, data)
+        begun = Copy(lanes, m.groups["async"][lanes], start, data)
         m.shared.begin(begun, m.cta[lanes], m.warp[lanes])
 
     return copy
@@ -366,11 +353,8 @@ def _shfl(c: Compiler, op: Instruction) -> Step:
         last = low | ((clamp & np.uint32(31)).astype("i8") & ~segment)
         by = (b & np.uint32(31)).astype("i8")
         source = {
-            "up": lane - by,
-            "down": lane + by,
-            "bfly": lane ^ by,
-            "idx": low | (by & ~segment),
-        }[how]
+            "up": lane - by, "down": lane + by, "bfly": lane ^ by, "idx": low | (by & ~segment),
+        }[how]  # fmt: skip
         inside = source >= last if how == "up" else source <= last
         return a[m.lanes - lane + np.where(inside, source, lane)]
 

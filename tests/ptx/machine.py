@@ -1,4 +1,4 @@
-"""Some CTAs of a launch in lockstep: a register is an array with one element a thread of all of them.
+"""Some CTAs of a launch in lockstep: a register is an array with one element a thread.
 
 Threads have program counters of their own; those at the smallest one run together, up to the end of
 the basic block, and the others wait. A register, or a value, that is equal in all threads may be a
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .memory import POISON, UINT, Clocks, Fault, Global, Shared
+from .memory import POISON, UINT, Clocks, Fault, Global, Shared, process_memory
 from .parse import Kernel, Unsupported
 
 Mask = np.ndarray | None  # bool [threads] of those that run; None: all
@@ -91,14 +91,13 @@ class Machine:
         self.owner = (1 + x + grid[0] * (y + grid[1] * z)).astype("i4")[self.cta]
         self.clocks = Clocks(len(ctas), threads // WARP)
         self.shared = Shared(shared, program.grains["shared"], self.clocks)
-        self.groups = np.zeros(self.size, "i8")  # cp.async groups that a thread has committed
+        # Groups that a thread has committed: of cp.async, of bulk copies, of wgmma.
+        self.groups = {kind: np.zeros(self.size, "i8") for kind in ("async", "bulk", "wgmma")}
         self.mbarriers: dict = {}  # first byte in shared memory -> `bulk.Mbarrier`
         self.loads = 0  # bulk copies to shared memory so far
         self.stores: list = []  # from it under way: (thread, group, cells)
-        self.bulk_groups = np.zeros(self.size, "i8")
         self.asleep = False  # True if a thread waits for an mbarrier
         self.products: list = []  # wgmma under way, in order (`wgmma.Product`)
-        self.product_groups = np.zeros(-(-self.size // 128), "i8")  # that a warpgroup has committed
         self.fences = 1  # 1 + the number of wgmma.fence so far
         # Of each register the value of ``fences`` when it was last written.
         self.changed = [0] * len(program.kernel.widths)
@@ -131,13 +130,12 @@ class Machine:
         self.registers[index] = value
         self.changed[index] = self.fences
 
-    def whole_warps(self, mask: Mask) -> Mask:
+    def whole_warps(self, mask: Mask) -> None:
         """Require that all threads of each warp that runs do."""
         if mask is not None:
             warps = mask.reshape(-1, WARP)
             if (warps.any(1) != warps.all(1)).any():
                 raise Fault("only some threads of a warp run an instruction of the whole warp")
-        return mask
 
     def active(self, mask: Mask) -> np.ndarray:
         """Indices of the threads that run."""
@@ -155,41 +153,53 @@ class Machine:
         if write:
             self.memory.keep(address, size)
 
-    def shared_read(self, address, size: int, lanes) -> np.ndarray:
-        """First bytes [lanes] of checked reads of shared memory."""
-        cta = self.cta[lanes]
-        start = self.shared.locate(address, size, cta)
+    def load(self, space: str, address, width: int, count: int, lanes, align=0) -> np.ndarray:
+        """Words [lanes, count] of "shared" or "global" memory; align: 0: all their bytes."""
+        size, cta = width * count, self.cta[lanes]
+        if space == "global":
+            self.global_cells(address, size, align or size, lanes, write=False)
+            process, at = process_memory(address, width, count)
+            return process[at]
+        start = self.shared.locate(address, size, cta, align)
         self.shared.check_read(self.shared.cells(start, size), cta, self.warp[lanes])
-        return start
+        return self.shared.data.view(UINT[width])[start[:, None] // width + np.arange(count)]
 
-    def shared_write(self, address, data: np.ndarray, lanes) -> None:
-        """Store bytes [lanes, size]."""
-        cta = self.cta[lanes]
-        start = self.shared.locate(address, data.shape[1], cta)
-        self.shared.put(start, data, cta, self.warp[lanes])
+    def store(self, space: str, address, words: np.ndarray, lanes) -> None:
+        """Store words [lanes, count]."""
+        data = words.view("u1")
+        size, cta = data.shape[1], self.cta[lanes]
+        if space == "global":
+            self.global_cells(address, size, size, lanes, write=True)
+            process, at = process_memory(address, words.itemsize, words.shape[1])
+            process[at] = words
+        else:
+            self.shared.put(self.shared.locate(address, size, cta), data, cta, self.warp[lanes])
+
+    def newest(self, kind: str, pending: int, mask: Mask) -> np.ndarray:
+        """Of each thread, the newest group that must end if ``pending`` may stay; -1: none."""
+        newest = self.groups[kind] - 1 - pending
+        return newest if mask is None else np.where(mask, newest, -1)
 
     def run(self) -> None:
         """Run to the end of all threads; `Fault`, or `Unsupported`, with the instruction."""
         try:
             with np.errstate(all="ignore"):
                 self._run()
-            if self.shared.copies:
-                raise Fault("ends with a cp.async that was not waited for")
-            if self.stores or any(barrier.loads for barrier in self.mbarriers.values()):
-                raise Fault("ends with a bulk copy that was not waited for")
-            if self.products:
-                raise Fault("ends with a wgmma that was not waited for")
+            bulk = self.stores or any(barrier.loads for barrier in self.mbarriers.values())
+            left = {"cp.async": self.shared.copies, "bulk copy": bulk, "wgmma": self.products}
+            for what, some in left.items():
+                if some:
+                    raise Fault(f"ends with a {what} that was not waited for")
         except (Fault, Unsupported) as error:
             code = self.program.kernel.instructions
             text = code[self.at].text if self.at < len(code) else "end"
-            where = f"{self.program.kernel.name}, instruction {self.at} in CTAs {self.ctas[0]} ..: {text}"
-            raise type(error)(f"{where}: {error}") from None
+            where = f"{self.program.kernel.name}, instruction {self.at} in CTAs {self.ctas[0]} .."
+            raise type(error)(f"{where}: {text}: {error}") from None
 
     def _run(self) -> None:
         blocks = self.program.blocks
         self.pc = np.zeros(self.size, "i8")
-        # Barrier at which a thread waits: 1 + id + (number of threads << 8); 0: it runs; -1: it waits
-        # for an mbarrier.
+        # Where a thread waits: 1 + id + (number of threads << 8) of bar; 0: none; -1: an mbarrier.
         self.waits = np.zeros(self.size, "i8")
         at, together = 0, True  # together: all threads are at ``at``, and ``pc`` is not kept
         while True:
@@ -199,9 +209,7 @@ class Machine:
                 at = int(ready.min()) if len(ready) else EXITED
                 if at == EXITED:
                     if self.waits.any():
-                        raise Fault(
-                            "deadlock: threads wait at a barrier that others never reach, or for an mbarrier"
-                        )
+                        raise Fault("deadlock: threads wait at a barrier or an mbarrier for ever")
                     return
                 mask = (self.pc == at) & (self.waits == 0)
                 if mask.all():
@@ -236,7 +244,7 @@ class Machine:
                     self._release()
 
     def sleep(self, lanes) -> None:
-        """Let threads wait for the end of a phase of an mbarrier, then go on where they jump now."""
+        """Let threads wait for the end of an mbarrier's phase, then go on where they jump now."""
         self.waits[lanes] = -1
         self.asleep = bool((self.waits < 0).any())
 

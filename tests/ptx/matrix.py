@@ -23,9 +23,8 @@ def _ldmatrix(c, op: Instruction) -> Step:
         m.whole_warps(mask)
         lanes = m.active(mask)
         lanes = lanes[m.lane[lanes] < 8 * count]  # each gives the address of a row
-        start = m.shared_read(address(m, lanes), 16, lanes)
         rows = np.zeros((m.size, 8), "u2")
-        rows[lanes] = m.shared.bytes_at(start, 16).view("u2")
+        rows[lanes] = m.load("shared", address(m, lanes), 2, 8, lanes)
         rows = rows.reshape(-1, 4, 8, 8)  # warp, matrix, row, column
         if trans:
             rows = rows.swapaxes(2, 3)
@@ -50,8 +49,7 @@ def _stmatrix(c, op: Instruction) -> Step:
             rows[:, i] = words.view("u2")
         if trans:
             rows = rows.swapaxes(2, 3)
-        data = np.ascontiguousarray(rows).reshape(m.size, 8).view("u1")
-        m.shared_write(address(m, lanes), data[lanes], lanes)
+        m.store("shared", address(m, lanes), rows.reshape(m.size, 8)[lanes], lanes)
 
     return step
 
@@ -64,12 +62,29 @@ def as_floats(words: np.ndarray, kind: str) -> np.ndarray:
     return (from_bf16(halves) if kind == "bf16" else from_f16(halves)).astype("f8")
 
 
-def product(a, b, c):
-    """fp32 [.., m, n] of float64 [.., m, k], [.., k, n] and fp32 [.., m, n]."""
-    total = c.astype("f8")
+def a_of_registers(words: np.ndarray, kind: str) -> np.ndarray:
+    """float64 [warps, 16, k] of the registers [4, threads] of a matrix a."""
+    # Registers: (k half, m half); threads: (warp, row, group of columns).
+    values = as_floats(words, kind).reshape(2, 2, -1, 8, 4, 1 if kind == "tf32" else 2)
+    return values.transpose(2, 1, 3, 0, 4, 5).reshape(values.shape[2], 16, -1)
+
+
+def product(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """fp32 registers [n / 2, threads] of a b + c.
+
+    Args:
+        a: float64 [warps, 16, k].
+        b: float64 [warps or 1, k, n].
+        c: fp32 registers, as those of the result.
+    """
+    blocks = len(c) // 4
+    # Registers: (block of 8 columns, m half, column of 2); threads: (warp, row, group of columns).
+    total = c.reshape(blocks, 2, 2, -1, 8, 4).transpose(3, 1, 4, 0, 5, 2).astype("f8")
+    total = total.reshape(-1, 16, 8 * blocks)
     for k in range(a.shape[-1]):
         total += a[..., k, None] * b[..., k, None, :]
-    return total.astype("f4")
+    d = total.astype("f4").reshape(-1, 2, 8, blocks, 4, 2).transpose(3, 1, 5, 0, 2, 4)
+    return np.ascontiguousarray(d).reshape(c.shape)
 
 
 def _mma(c, op: Instruction) -> Step | None:
@@ -87,15 +102,10 @@ def _mma(c, op: Instruction) -> Step | None:
 
     def values(m: Machine, mask: Mask) -> list:
         m.whole_warps(mask)
-        warps = m.size // WARP
         a, b, acc = (np.stack([m.spread(r(m)) for r in group]) for group in reads)
-        # Words of a: (k half, m half, warp, row, group of columns), of b: (k half, warp, column, ..).
-        a = as_floats(a, kind).reshape(2, 2, warps, 8, 4, pair).transpose(2, 1, 3, 0, 4, 5)
-        b = as_floats(b, kind).reshape(2, warps, 8, 4, pair).transpose(1, 0, 3, 4, 2)
-        acc = acc.reshape(2, 2, warps, 8, 4).transpose(2, 0, 3, 4, 1).reshape(warps, 16, 8)
-        d = product(a.reshape(warps, 16, 8 * pair), b.reshape(warps, 8 * pair, 8), acc)
-        d = d.reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3)
-        return [np.ascontiguousarray(d[i, j]).reshape(m.size) for i in range(2) for j in range(2)]
+        b = as_floats(b, kind).reshape(2, -1, 8, 4, pair)  # k half, warp, column, group of k
+        b = b.transpose(1, 0, 3, 4, 2).reshape(-1, 8 * pair, 8)
+        return list(product(a_of_registers(a, kind), b, acc))
 
     return c.assign_all(targets, values)
 

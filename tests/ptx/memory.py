@@ -1,8 +1,8 @@
 """Shared and global memory, in which every access is checked.
 
 Two accesses race if one of them writes, both touch a byte, and no barrier orders them. The order is
-kept as vector clocks: ``clocks[cta, a, b]`` is the time of warp b that warp a has seen, and a barrier
-gives its warps the largest times of each other. A warp's own accesses are in order.
+kept as vector clocks: ``clocks[cta, a, b]`` is the time of warp b that warp a has seen, and a
+barrier gives its warps the largest times of each other. A warp's own accesses are in order.
 
     warp 0   store at time 3 ---- bar.sync ---------------- time 4
     warp 1   ....................bar.sync: sees (3, 1) .... loads: 3 <= 3, no race
@@ -33,7 +33,7 @@ class Fault(Exception):
 
 
 def extents(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Sorted, disjoint byte ranges [start, end) of the elements of a view; none between its rows."""
+    """Sorted, disjoint byte ranges [start, end) of a view's elements, without the gaps of rows."""
     if not tensor.numel():
         return []
     length = tensor.element_size()
@@ -63,7 +63,7 @@ def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Clocks:
-    """Vector clocks of the warps of some CTAs: int64 [ctas, warps, warps + 1]; last: bulk copies."""
+    """Vector clocks of warps: int64 [ctas, warps, warps + 1]; the last is that of bulk loads."""
 
     def __init__(self, ctas: int, warps: int):
         self.times = np.tile(np.eye(warps, warps + 1, dtype="i8"), (ctas, 1, 1))
@@ -89,7 +89,7 @@ class Global:
         self.starts = np.array([start for start, _ in ranges], "u8")
         self.ends = np.array([end for _, end in ranges], "u8")
         self.shift = grain.bit_length() - 1
-        # Each range has cells of its own, from ``cells``: cell = (address >> shift) - first + cells.
+        # Each range has its own cells, from ``cells``: cell = (address >> shift) - first + cells.
         self.first = self.starts >> np.uint64(self.shift)
         sizes = ((self.ends - np.uint64(1)) >> np.uint64(self.shift)) - self.first + np.uint64(1)
         self.cells = np.concatenate([[0], np.cumsum(sizes)]).astype("i8")
@@ -103,7 +103,7 @@ class Global:
     def keep(self, address: np.ndarray, size: int) -> None:
         """Note that ``size`` bytes at each address are about to be overwritten."""
         if self.undo:
-            at = process_memory(address, 1, "u1")[1][:, None] + np.arange(size)
+            _, at = process_memory(address, 1, size)
             self.kept.append((at, _PROCESS[at]))
 
     def written(self) -> bytes:
@@ -179,28 +179,15 @@ class Global:
         return f"CTA {max(other[0] - 1, -1)} (-1: several)" if other.size else "another warp"
 
 
-def process_memory(address: np.ndarray, width: int, dtype) -> tuple[np.ndarray, np.ndarray]:
-    """(the memory of this process as an array, indices of the addresses in it)."""
+def process_memory(address: np.ndarray, width: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(words of all memory of this process, indices [lanes, count] of those at the addresses)."""
     index = ((address - np.uint64(_BASE)) // np.uint64(width)).astype("i8")
-    return _PROCESS.view(dtype), index
-
-
-def load(address: np.ndarray, width: int, count: int) -> list[np.ndarray]:
-    """Words of global memory at addresses that `Global.locate` has allowed."""
-    memory, index = process_memory(address, width, UINT[width])
-    return [memory[index + i] for i in range(count)]
-
-
-def store(address: np.ndarray, width: int, values: list[np.ndarray]) -> None:
-    """Store words to addresses that `Global.locate` has allowed."""
-    memory, index = process_memory(address, width, UINT[width])
-    for i, value in enumerate(values):
-        memory[index + i] = value
+    return _PROCESS.view(UINT[width]), index[:, None] + np.arange(count)
 
 
 @dataclass
 class Copy:
-    """cp.async of some lanes: bytes [lanes, size] that reach their cells when they are waited for."""
+    """cp.async of some lanes: bytes [lanes, size] that are stored when they are waited for."""
 
     lanes: np.ndarray
     group: np.ndarray
@@ -209,6 +196,11 @@ class Copy:
 
     def select(self, which: np.ndarray) -> Copy:
         return Copy(self.lanes[which], self.group[which], self.start[which], self.data[which])
+
+
+def swizzled(address: np.ndarray, row: int) -> np.ndarray:
+    """Addresses in rows of 128, 64, 32 or 16 bytes: bits 4.. are exchanged by xor with bits 7..."""
+    return address ^ (address >> 7 & row // 16 - 1) << 4
 
 
 class Shared:
@@ -236,7 +228,7 @@ class Shared:
         self.busy = np.zeros(cells, "i2")  # wgmma and bulk copies under way that read it
 
     def locate(self, address: np.ndarray, size: int, cta: np.ndarray, align: int = 0) -> np.ndarray:
-        """First bytes [lanes] of accesses; `Fault` if one is not aligned or outside of the CTA's."""
+        """First bytes of accesses; `Fault` if one is not aligned, or outside of the CTA's."""
         address = address.astype("i8")
         if (address & ((align or size) - 1)).any():
             raise Fault(f"shared address is no multiple of {align or size}")
@@ -293,30 +285,22 @@ class Shared:
         if late.any():
             raise Fault(f"race: {what} warp {stamp[late][0] & 63} {did} since the last barrier")
 
-    def load(self, start: np.ndarray, width: int, count: int) -> list[np.ndarray]:
-        words = self.data.view(UINT[width])
-        return [words[start // width + i] for i in range(count)]
-
-    def bytes_at(self, start: np.ndarray, size: int) -> np.ndarray:
-        return self.data[start[:, None] + np.arange(size)]
-
     def put(self, start: np.ndarray, data: np.ndarray, cta: np.ndarray, warp: np.ndarray) -> None:
         """Store bytes [lanes, size], with all checks."""
-        size = data.shape[1]
-        cells = self.cells(start, size)
+        cells = self.cells(start, data.shape[1])
+        at = start[:, None] + np.arange(data.shape[1])
         same = False
         if self.warps > 1:
-            bytes_same = self.bytes_at(start, size) == data
+            bytes_same = self.data[at] == data
             same = bytes_same.reshape(*cells.shape, -1).all(-1) & self.written[cells]
         self.check_write(cells, cta, warp, same=same)
-        at = start[:, None] + np.arange(size)
         self.data[at] = data
         self.written[cells] = True
         if (self.data[at] != data).any():
             raise Fault("race: lanes store different values to the same bytes at once")
 
     def fence(self, cta: int, warp: int) -> None:
-        """fence.proxy.async: wgmma and bulk copies may read what the warp has written or has seen written."""
+        """fence.proxy.async: wgmma and bulk copies may read what the warp wrote or saw written."""
         own = slice(cta * self.stride >> self.shift, (cta + 1) * self.stride >> self.shift)
         known = self.clocks.times[cta, warp]
         self.unfenced[own] &= self.wrote[own] >> 6 > known[self.wrote[own] & 63]
@@ -333,13 +317,10 @@ class Shared:
         left = []
         for copy in self.copies:
             done = copy.group <= newest[copy.lanes]
-            if not done.any():
-                left.append(copy)
-                continue
             if not done.all():
                 left.append(copy.select(~done))
+            if done.any():
                 copy = copy.select(done)
-            cells = self.cells(copy.start, copy.data.shape[1])
-            self.in_flight[cells] = 0
-            self.put(copy.start, copy.data, cta[copy.lanes], warp[copy.lanes])
+                self.in_flight[self.cells(copy.start, copy.data.shape[1])] = 0
+                self.put(copy.start, copy.data, cta[copy.lanes], warp[copy.lanes])
         self.copies = left

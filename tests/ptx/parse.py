@@ -52,7 +52,7 @@ class Kernel:
     """A parsed entry function."""
 
     name: str = ""
-    params: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> (offset, bytes)
+    params: dict[str, int] = field(default_factory=dict)  # name -> offset
     registers: dict[str, int] = field(default_factory=dict)  # name -> index
     widths: list[int] = field(default_factory=list)  # bytes of a register; predicate: 0
     labels: dict[str, int] = field(default_factory=dict)  # name -> next instruction
@@ -93,7 +93,7 @@ def _parse_params(kernel: Kernel, header: str) -> None:
         else:
             align = size = WIDTHS[kind.strip(".")]
         offset = -(-offset // align) * align
-        kernel.params[name] = (offset, size)
+        kernel.params[name] = offset
         offset += size
     kernel.param_bytes = offset
 

@@ -1,4 +1,4 @@
-"""``pytest -p tests.ptx.plugin --ptx sm_80 tests/kernels``: tests run compiled kernels on the emulator.
+"""``pytest -p tests.ptx.plugin --ptx sm_80 tests/kernels``: tests run what the compiler makes.
 
 Loaded before ``tests/conftest.py``, which then leaves Triton's interpreter off.
 """
@@ -49,7 +49,6 @@ def pytest_runtest_call(item: pytest.Item):
     from .parse import Unsupported
 
     device = item.config.ptx_device
-    device.launches.clear()
     device.deadline = time.perf_counter() + item.config.getoption("--ptx-seconds")
     try:
         return (yield)

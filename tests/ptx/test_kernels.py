@@ -1,4 +1,4 @@
-"""Compiled products and copies of tensor descriptors: right ones, and ones changed in one place.
+"""Compiled products, copies of tensor descriptors and mbarriers: right, and changed in one place.
 
 They run in a process of their own, since tests here import Triton with its interpreter.
 """
@@ -14,6 +14,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mbarrier
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.support.forked import printed
@@ -27,10 +30,11 @@ def total(x, out, ROWS: tl.constexpr):
 
 @triton.jit
 def double(x, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    place = [tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS]
+    row = tl.program_id(0) * ROWS
     source = tl.make_tensor_descriptor(x, [rows, columns], [columns, 1], [ROWS, COLUMNS])
     target = tl.make_tensor_descriptor(out, [rows, columns], [columns, 1], [ROWS, COLUMNS])
-    target.store(place, source.load(place) * 2)
+    for column in range(0, columns, COLUMNS):
+        target.store([row, column], source.load([row, column]) * 2)
 
 
 @triton.jit
@@ -40,7 +44,8 @@ def move(x, out):
 
 @triton.jit
 def dot(a, b, out, K: tl.constexpr):
-    i, j, k = tl.arange(0, 64)[:, None], tl.arange(0, 32)[None], tl.arange(0, K)
+    i = tl.program_id(0) * 64 + tl.arange(0, 64)[:, None]
+    j, k = tl.arange(0, 32)[None], tl.arange(0, K)
     out += i * 32 + j
     tl.store(
         out, tl.dot(tl.load(a + i * K + k[None]), tl.load(b + k[:, None] * 32 + j), tl.load(out))
@@ -55,6 +60,31 @@ def matmul(a, b, out, K, BLOCK_K: tl.constexpr):
     out.store([0, 0], acc.to(tl.float16))
 
 
+@gluon.jit
+def write(memory, ready, x):
+    memory.store(gl.load(x + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))))
+    mbarrier.arrive(ready)
+
+
+@gluon.jit
+def read(memory, ready, out):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(ready, 0)
+    gl.store(out + gl.arange(0, 128, layout), memory.load(layout))
+
+
+@gluon.jit
+def hand_over(x, out, SPECIALIZE: gl.constexpr):
+    memory = gl.allocate_shared_memory(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = mbarrier.allocate_mbarrier()
+    mbarrier.init(ready, count=1)
+    if SPECIALIZE:
+        gl.warp_specialize([(read, (memory, ready, out)), (write, (memory, ready, x))], [4], [24])
+    else:
+        write(memory, ready, x)
+        read(memory, ready, out)
+
+
 def run_total(rows=40, padding="zero"):
     x, out = torch.randint(-9, 9, (40, 64)).float(), torch.empty(64)
     strides = [64, 1]
@@ -67,7 +97,7 @@ def run_total(rows=40, padding="zero"):
 
 def run_double():
     x, out = torch.randn(40, 36), torch.zeros(40, 36)
-    double[2, 2](x, out, 40, 36, ROWS=32, COLUMNS=32)
+    double[2,](x, out, 40, 36, ROWS=32, COLUMNS=32)
     assert torch.equal(out, 2 * x)
 
 
@@ -79,10 +109,10 @@ def run_move():
 
 
 def run_dot(dtype=torch.float16, depth=32):
-    a, b = (torch.randint(-4, 5, shape).to(dtype) for shape in ((64, depth), (depth, 32)))
-    out = torch.randint(-99, 99, (64, 32)).float()
+    a, b = (torch.randint(-4, 5, shape).to(dtype) for shape in ((128, depth), (depth, 32)))
+    out = torch.randint(-99, 99, (128, 32)).float()
     expected = a.float() @ b.float() + out
-    dot[1,](a, b, out, K=depth)
+    dot[2,](a, b, out, K=depth)
     assert torch.equal(out, expected)
 
 
@@ -94,35 +124,42 @@ def run_matmul(depth=64):
     assert torch.equal(out, (a.float() @ b.float()).half())
 
 
+def run_hand_over(specialize):
+    x, out = torch.randn(128), torch.zeros(128)
+    hand_over[1,](x, out, specialize)
+    assert torch.equal(out, x)
+
+
 CASES = {  # name: (architecture, what runs, the error or "")
     **{f"dot {dtype} {arch}": (arch, partial(run_dot, dtype), "")
        for dtype in (torch.float16, torch.bfloat16, torch.float32) for arch in ("sm_80", "sm_90")},
     "sum": ("sm_90", run_total, ""),
+    "sum without tensor maps": ("sm_80", run_total, ""),
     "NaN outside": ("sm_90", partial(run_total, padding="nan"), ""),
     "a box outside": ("sm_90", partial(run_total, rows=41), "in no tensor"),
     "own descriptors": ("sm_90", run_double, ""),
     "five dimensions": ("sm_90", run_move, ""),
+    "hand over": ("sm_80", partial(run_hand_over, False), ""),  # mbarrier.test_wait
+    "warp specialization": ("sm_90", partial(run_hand_over, True), ""),  # setmaxnreg
     **{f"boxes of {2 * k} bytes": ("sm_90", partial(run_matmul, k), "") for k in (16, 32, 64)},
 }  # fmt: skip
 DOT, BOXES = "dot torch.float16 sm_90", "boxes of 128 bytes"
 UNTIL, AT_ONCE = "mbarrier.try_wait.parity", "setp.eq.u32 complete, 0, 0; //"
-NOTHING = "membar.cta; //"
+NOTHING, STORED = "membar.cta; //", "wait_group.read \t0;"
 CHANGED = {  # name: (case, what is replaced in its PTX, by what, the error)
     "registers not fenced": (DOT, "wgmma.fence", NOTHING, "wgmma.fence"),
     "memory not fenced": (DOT, "fence.proxy", NOTHING, "fence.proxy"),
     "wgmma not waited for": (DOT, "wgmma.wait_group", NOTHING, "under way reads"),
     "load not waited for": (BOXES, UNTIL, AT_ONCE, "a copy is on its way"),
     "an end before the wait": ("sum", UNTIL, AT_ONCE, "not waited for"),
+    "arrival not waited for": ("warp specialization", UNTIL, AT_ONCE, "never written"),
+    "no arrival": ("hand over", "mbarrier.arrive", NOTHING, "deadlock"),
     "few bytes announced": ("sum", "], 8192;", "], 4096;", "not waited for"),
     "many bytes announced": ("sum", "], 8192;", "], 9216;", "deadlock"),
     "too many arrivals": ("sum", "b64 [%r1], 1;", "b64 [%r1], 0;", "more arrivals"),
     "store not fenced": ("own descriptors", "fence.proxy.async", NOTHING, "fence.proxy"),
-    "store not waited for": (
-        "own descriptors",
-        "wait_group.read \t0;",
-        "commit_group;",
-        "not waited for",
-    ),
+    "store not waited for": (BOXES, STORED, "commit_group;", "not waited for"),
+    "a source changed": ("own descriptors", STORED, "commit_group;", "bulk copy under way reads"),
 }
 
 
@@ -145,7 +182,7 @@ def run_cases():
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"
         else:
-            compiled[name] = emulated.launches[-1].ptx
+            compiled[name] = [*emulated.programs][-1]
 
     for name, (arch, run, _) in CASES.items():
         with device.emulated(arch) as emulated:

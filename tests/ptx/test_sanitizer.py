@@ -16,7 +16,8 @@ REGISTERS |= {"p": ("pred", None)}
 START = """mov.u32 t, %tid.x; mov.u32 c, %ctaid.x; shl.b32 o, t, 2; ld.param.u64 q, [p0];
     mul.wide.u32 g, t, 4; add.s64 g, g, q; """
 EXCHANGE = "st.shared.b32 [o], t; bar.sync 0; xor.b32 o, o, 128; ld.shared.b32 x, [o];"
-COPY = "cp.async.ca.shared.global [o], [g], 4; cp.async.commit_group; cp.async.wait_group 0; ld.shared.b32 x, [o];"
+COPY = """cp.async.ca.shared.global [o], [g], 4; cp.async.commit_group; cp.async.wait_group 0;
+    ld.shared.b32 x, [o];"""
 OWN = "mad.wide.u32 g, c, 128, g; st.global.b32 [g], t; ld.global.b32 x, [g];"
 BACK = "xor.b32 o, o, 128; st.shared.b32 [o], x;"
 NAMED = "setp.lt.u32 p, t, 32; @!p bra END; bar.sync 1, 32; END:"
@@ -30,9 +31,11 @@ WRONG = [
     (EXCHANGE, "[o], t;", "[0], t;", "different values to the same bytes"),
     (COPY, "cp.async.wait_group 0;", "", "a copy is on its way"),
     (COPY, "wait_group 0", "wait_group 1", "a copy is on its way"),
-    (COPY, "cp.async.wait_group 0; ld.shared.b32 x, [o];", "", "not waited for"),
+    (COPY, "cp.async.wait_group 0;\n    ld.shared.b32 x, [o];", "", "not waited for"),
+    (COPY, "cp.async.wait", "setp.lt.u32 p, t, 8; @p cp.async.wait", "a copy is on its way"),
     (COPY, "[g], 4", "[g+1024], 4", "in no tensor"),
     (OWN, "[g], t", "[g+2], t", "no multiple of 4"),
+    (OWN, "x, [g]", "x, [g+2]", "no multiple of 4"),
     (OWN, "mad.wide.u32 g, c, 128, g;", "", "two CTAs write|what CTA . wrote"),
     (OWN, "x, [g]", "x, [q]", "race in global memory: (reads|writes) what CTA"),
     (NAMED, "1, 32", "1, 64", "deadlock"),
@@ -72,7 +75,8 @@ def test_groups_of_copies_are_those_of_a_thread():
     """Threads below 8 commit one group more: the same wait leaves another copy under way."""
     first = "cp.async.ca.shared.global [o], [g], 4; cp.async.commit_group; setp.lt.u32 p, t, 8; "
     more = "@p cp.async.ca.shared.global [o+256], [g], 4; @p cp.async.commit_group; "
-    execute(first + more + "cp.async.wait_group 1; @p ld.shared.b32 x, [o]; cp.async.wait_all;")
+    wait = "cp.async.wait_group 1; @p ld.shared.b32 x, [o]; cp.async.wait_all; "
+    execute(first + more + wait + "@p ld.shared.b32 x, [o+256];")
     with pytest.raises(Fault, match="on its way"):
         execute(first + more + "cp.async.wait_group 1; @!p ld.shared.b32 x, [o];")
 

@@ -6,7 +6,7 @@
     wgmma.commit     closes a group;   wgmma.wait_group N: at most N groups stay under way
 
 A matrix in shared memory consists of rows of S bytes (the swizzle: 128, 64, 32, or 16 for none),
-eight of which are an atom; bits 4.. of an address are exchanged by xor with bits 7..:
+eight of which are an atom:
 
     along k     row r of 8 at r S,  atoms of rows at SBO          elements of k follow each other
     along m, n  k of 8 at k S,      atoms of k at SBO, of m or n at LBO
@@ -24,8 +24,8 @@ from functools import lru_cache
 import numpy as np
 
 from .machine import WARP, Machine, Mask, Step
-from .matrix import as_floats, product
-from .memory import Fault
+from .matrix import a_of_registers, as_floats, product
+from .memory import Fault, swizzled
 from .parse import Instruction, Unsupported, vector
 
 GROUP = 4 * WARP
@@ -54,8 +54,7 @@ def offsets(descriptor: int, rows: int, depth: int, size: int, along_k: bool) ->
     if swizzle == 16 and not along_k:
         lbo, sbo = sbo, lbo
     address = start + r % 8 * swizzle + r // 8 * sbo + k % width * size + k // width * lbo
-    mask = swizzle // 16 - 1
-    return address ^ ((address >> 7 & mask) << 4)
+    return swizzled(address, swizzle)
 
 
 @dataclass
@@ -128,9 +127,7 @@ def _mma_async(c, op: Instruction) -> Step | None:
 
     def matrix(m: Machine, descriptor, lane: int, rows: int, trans: bool) -> Matrix:
         at = offsets(int(m.spread(descriptor)[lane]), rows, depth, size, not trans)
-        if at.min() < 0 or at.max() + size > m.shared.size:
-            raise Fault("a matrix of wgmma is outside of the CTA's shared memory")
-        at = at + int(m.cta[lane]) * m.shared.stride
+        at = m.shared.locate(at, size, m.cta[lane])
         return Matrix(at // size, np.unique(at >> m.shared.shift), kind)
 
     def step(m: Machine, mask: Mask) -> None:
@@ -158,7 +155,7 @@ def _mma_async(c, op: Instruction) -> Step | None:
             else:
                 a = matrix(m, a_descriptor(m), lane, 64, trans_a)
             b = matrix(m, b_descriptor(m), lane, columns, trans_b)
-            number = int(m.product_groups[g])
+            number = int(m.groups["wgmma"][lane])
             item = Product(g, number, targets, a, a_registers, b, start, kind)
             _touch(m, item, 1)
             m.products.append(item)
@@ -182,49 +179,38 @@ def _warpgroups(m: Machine, mask: Mask) -> list[int]:
 
 def _result(m: Machine, item: Product, c: np.ndarray) -> np.ndarray:
     """The registers [n, 128] of a product's result; c: those that it adds to."""
-    size = 1 if item.kind == "tf32" else 2
+    b = item.b.values(m).T[None]
     if isinstance(item.a, Matrix):
-        a = item.a.values(m)
-    else:
-        now = np.stack([m.spread(m.registers[r])[item.lanes].view("u4") for r in item.a_registers])
-        if (now != item.a).any():
-            raise Fault("registers that a wgmma under way reads were changed")
-        # Words: (k half, m half, warp, row, group of columns).
-        words = as_floats(item.a, item.kind).reshape(2, 2, 4, 8, 4, size)
-        a = words.transpose(2, 1, 3, 0, 4, 5).reshape(64, 8 * size)
-    columns = len(item.targets) * 2
-    blocks = columns // 8
-    c = c.reshape(blocks, 2, 2, 4, 8, 4).transpose(3, 1, 4, 0, 5, 2).reshape(64, columns)
-    d = product(a, item.b.values(m).T, c)
-    d = d.reshape(4, 2, 8, blocks, 4, 2).transpose(3, 1, 5, 0, 2, 4)
-    return np.ascontiguousarray(d).reshape(len(item.targets), GROUP)
+        return product(item.a.values(m).reshape(4, 16, -1), b, c)
+    now = np.stack([m.spread(m.registers[r])[item.lanes].view("u4") for r in item.a_registers])
+    if (now != item.a).any():
+        raise Fault("registers that a wgmma under way reads were changed")
+    return product(a_of_registers(item.a, item.kind), b, c)
 
 
 def _wait(pending: int) -> Step:
     def step(m: Machine, mask: Mask) -> None:
-        groups = set(_warpgroups(m, mask))
-        left, results = [], {}
+        _warpgroups(m, mask)
+        newest, left = m.newest("wgmma", pending, mask), []
+        ended: dict[tuple[int, ...], tuple] = {}  # targets -> their values, threads that have them
         for item in m.products:
-            key = item.warpgroup, item.targets
-            newest = m.product_groups[item.warpgroup] - 1 - pending
-            if item.warpgroup not in groups or item.group > newest:
-                if key in results and item.c is None:
-                    item.c = results.pop(key)
+            if item.targets not in ended:
+                values = np.zeros((len(item.targets), m.size), "f4")
+                ended[item.targets] = values, np.zeros(m.size, bool)
+            values, have = ended[item.targets]
+            before = values[:, item.lanes] if item.c is None else item.c
+            if item.group > newest[item.lanes.start]:
+                if item.c is None and have[item.lanes].all():
+                    item.c, have[item.lanes] = before.copy(), False
                 left.append(item)
                 continue
             _touch(m, item, -1)
-            results[key] = _result(m, item, results[key] if item.c is None else item.c)
+            values[:, item.lanes], have[item.lanes] = _result(m, item, before), True
         m.products = left
-        by_targets: dict[tuple[int, ...], list] = {}
-        for (group, targets), values in results.items():
-            by_targets.setdefault(targets, []).append((group, values))
-        for targets, found in by_targets.items():
-            lanes, whole = np.zeros(m.size, bool), np.zeros((len(targets), m.size), "f4")
-            for group, values in found:
-                here = slice(group * GROUP, (group + 1) * GROUP)
-                lanes[here], whole[:, here] = True, values
-            for target, row in zip(targets, whole, strict=True):
-                m.write(target, row, None if lanes.all() else lanes)
+        for targets, (values, have) in ended.items():
+            for target, row in zip(targets, values, strict=True):
+                if have.any():
+                    m.write(target, row, None if have.all() else have)
 
     return step
 
@@ -239,7 +225,8 @@ def _wgmma(c, op: Instruction) -> Step | None:
 
 
 def _commit(m: Machine, mask: Mask) -> None:
-    m.product_groups[_warpgroups(m, mask)] += 1
+    _warpgroups(m, mask)
+    m.groups["wgmma"][m.active(mask)] += 1
 
 
 def _fence_registers(m: Machine, mask: Mask) -> None:
@@ -260,12 +247,8 @@ def _fence(c, op: Instruction) -> Step:
     return step
 
 
-def _setmaxnreg(c, op: Instruction) -> Step | None:
-    """Registers are no resource here."""
-    count = int(op.operands[0], 0)
-    if count % 8 or not 24 <= count <= 256:
-        return None
-    return lambda m, mask: _warpgroups(m, mask) and None
+def _setmaxnreg(c, op: Instruction) -> Step:
+    return _warpgroups  # registers are no resource here
 
 
 HANDLERS = {"wgmma": _wgmma, "fence": _fence, "setmaxnreg": _setmaxnreg}

@@ -105,13 +105,14 @@ class Mutations:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         device = getattr(item.config, "ptx_device", None)
+        if device:
+            device.programs.clear()
         if self._fails(item):
             self.failed.append(item.nodeid)
             return True
         device = item.config.ptx_device
-        ran = {launch.ptx: launch.kernel for launch in device.launches}
-        for text, kernel in ran.items():
-            original = device.programs[text]
+        for text, original in list(device.programs.items()):
+            kernel = original.kernel.name
             for mutant in self._chosen(kernel, original):
                 device.programs[text] = mutant.program(text)
                 noticed = self._fails(item)
