@@ -99,6 +99,13 @@ def test_problems(change, problem):
     assert compiling.problems(ROW | change) == problem
 
 
+def test_two_launches_of_a_kernel_are_compared_in_their_order():
+    rows = [ROW, ROW | {"registers": 100}]
+    assert static.differences(rows, rows) == []
+    changed = [ROW, ROW | {"registers": 90}, ROW | {"case": "d"}]
+    assert static.differences(changed, rows) == ["c decode_kernel sm_90: registers 100 -> 90"]
+
+
 def test_a_broken_rule_is_the_exit_status(monkeypatch, tmp_path, capsys):
     """Differences from the baseline are shown and are no failure."""
     results = [ROW | {"registers": 100}]
