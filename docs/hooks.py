@@ -1,6 +1,6 @@
 """Hooks of MkDocs: pages of the reference, a module each, and pictures of results.
 
-A page gets links to all public names of a package where it says ``<!-- api: PACKAGE -->``.
+A page gets links to all public names of a package from ``<!-- api: PACKAGE -->`` to its end.
 """
 
 from __future__ import annotations
@@ -95,4 +95,4 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace what is meant for readers on GitHub, and put public names where a page asks."""
     markdown = markdown.replace("](../bench/results/", "](results/")
-    return re.sub(r"<!-- api: ([\w.]+) -->", lambda found: index(found[1]), markdown)
+    return re.sub(r"(?s)<!-- api: ([\w.]+) -->.*", lambda found: index(found[1]), markdown)

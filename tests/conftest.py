@@ -5,12 +5,21 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
 import bench  # noqa: F401  makes `quire` importable where it is not installed
 from tests.support import lost_device
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = find_spec("quire.kernels").origin
+if not Path(KERNELS).resolve().is_relative_to(ROOT):
+    raise pytest.UsageError(
+        f"quire: expected the one of this checkout, {ROOT}, got {KERNELS}: run `pip install -e .` here"
+    )
 
 # `tests.ptx.plugin` runs what the compiler makes instead.
 if not torch.cuda.is_available() and "tests.ptx.plugin" not in sys.modules:
