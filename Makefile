@@ -28,7 +28,7 @@ test: $(STAMP)  ## the tests that need no GPU, but for those marked nightly
 	$(BYTECODE) OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-ptx: $(STAMP)  ## the kernel tests on compiled PTX, on a CPU; PART=1/10: a tenth of them
-	OMP_NUM_THREADS=1 $(PY) -m pytest -p tests.ptx.plugin -n 2 --dist worksteal -k "not torch]" -m "not slow and not nightly" \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -p tests.ptx.plugin -n 2 --dist worksteal -m "not slow and not nightly" \
 		$(if $(PART),--ptx-part $(PART)) tests/kernels tests/gpu $(ARGS)
 
 test-vllm: $(STAMP)  ## adapters beside vLLM 0.33, which VLLM_PYTHON=/path/to/python imports; a CPU is enough

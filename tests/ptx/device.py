@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import struct
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,8 @@ import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
-from triton.runtime import _allocation, driver
+from triton.runtime import Autotuner, _allocation, driver
+from triton.runtime.interpreter import InterpretedFunction
 
 from .bulk import encode
 from .instructions import compile_ptx
@@ -30,6 +30,7 @@ from .parse import Unsupported
 
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}  # bytes that a program may use
 LOCKSTEP = 2048  # threads that run together
+_address = torch.Tensor.data_ptr  # `emulated` replaces it
 _PACKED = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H",
     "u32": "I", "u64": "Q", "fp32": "f", "f32": "f", "fp64": "d",
@@ -41,14 +42,12 @@ class Device:
 
     Attributes:
         arch: compute capability, as 80.
-        deadline: time.perf_counter() after which launches raise `Unsupported`.
         orders: random orders in which a launch runs its CTAs; all must give the same bits.
         programs: PTX -> the program that runs for it.
     """
 
     def __init__(self, arch: int):
         self.arch = arch
-        self.deadline = float("inf")
         self.orders = 1
         self.random = random.Random(0)
         self.programs: dict[str, Program] = {}
@@ -87,8 +86,6 @@ class Device:
         threads = metadata.num_warps * 32
         step = max(1, LOCKSTEP // threads)
         for first in range(0, len(ctas), step):
-            if time.perf_counter() > self.deadline:
-                raise Unsupported(f"{program.kernel.name}: takes too long")
             some = ctas[first : first + step]
             Machine(program, packed, some, grid, threads, metadata.shared, memory).run()
 
@@ -160,9 +157,6 @@ class Launcher:
         device.launch(self.compiled, metadata, (x, y, z), params, tensors)
 
 
-_address = torch.Tensor.data_ptr
-
-
 def _descriptor(value, meta: dict | None) -> list[tuple[str, Any]]:
     """Parameters of a `TensorDescriptor`; meta: None where the kernel has no tensor maps."""
     base, nan = _address(value.base), value.padding == "nan"
@@ -173,18 +167,6 @@ def _descriptor(value, meta: dict | None) -> list[tuple[str, Any]]:
     wide = [("q", n) for n in (*shape, *strides)]
     flags = [nan, value.round_f32_to_tf32] if hasattr(value, "round_f32_to_tf32") else [nan]
     return [("Q", base), *wide, *(("b", flag) for flag in flags), *sizes]
-
-
-def _driver(device: Device) -> SimpleNamespace:
-    """What Triton asks of a driver."""
-    return SimpleNamespace(
-        emulated=device,
-        get_current_target=lambda: GPUTarget("cuda", device.arch, 32),
-        get_current_device=lambda: device.arch,  # Triton keeps what it compiled by device
-        set_current_device=lambda number: None,
-        get_current_stream=lambda number: 0,
-        get_active_torch_device=lambda: torch.device("cpu"),
-    )
 
 
 def _without_assembler(backend=None, stages=None, *_):
@@ -199,7 +181,20 @@ def _without_assembler(backend=None, stages=None, *_):
 @contextmanager
 def emulated(arch: str) -> Iterator[Device]:
     """Run Triton's launches on CPU tensors here, compiled for "sm_80" or "sm_90"."""
+    if arch not in ("sm_80", "sm_90"):
+        raise ValueError(f"arch: expected sm_80 or sm_90, got {arch}")
     device = Device(int(arch.removeprefix("sm_")))
+    active = SimpleNamespace(  # what Triton asks of a driver
+        emulated=device,
+        get_current_target=lambda: GPUTarget("cuda", device.arch, 32),
+        get_current_device=lambda: device.arch,  # Triton keeps what it compiled by device
+        set_current_device=lambda number: None,
+        get_current_stream=lambda number: 0,
+        get_active_torch_device=lambda: torch.device("cpu"),
+    )
+
+    def refuse(kernel, *_, **__):
+        raise RuntimeError(f"{kernel.__name__}: defined with TRITON_INTERPRET=1; expected it unset")
 
     def init_handles(kernel):
         if kernel.module is None:
@@ -212,10 +207,18 @@ def emulated(arch: str) -> Iterator[Device]:
         device.named[address] = weakref.ref(tensor)
         return address
 
+    def run_first(tuner, *arguments, **options):
+        tuner.nargs = dict(zip(tuner.arg_names, arguments, strict=False))
+        with patch.object(tuner, "configs", tuner.prune_configs(options)[:1]):
+            return run(tuner, *arguments, **options)
+
+    run = Autotuner.run
     with (
+        patch.object(InterpretedFunction, "run", refuse),
+        patch.object(Autotuner, "run", run_first),
         patch.object(CompiledKernel, "_init_handles", init_handles),
         patch.object(torch.Tensor, "data_ptr", data_ptr),
         patch.object(knobs.runtime, "add_stages_inspection_hook", _without_assembler),
-        patch.object(driver, "_active", _driver(device)),
+        patch.object(driver, "_active", active),
     ):
         yield device

@@ -85,6 +85,16 @@ def hand_over(x, out, SPECIALIZE: gl.constexpr):
         read(memory, ready, out)
 
 
+@triton.autotune(
+    [triton.Config({"BLOCK": size}) for size in (16, 32, 64)],
+    key=["n"],
+    prune_configs_by={"early_config_prune": lambda configs, arguments, **_: configs[1:]},
+)
+@triton.jit
+def tuned(out, n, BLOCK: tl.constexpr):
+    tl.store(out, BLOCK)
+
+
 def run_total(rows=40, padding="zero"):
     x, out = torch.randint(-9, 9, (40, 64)).float(), torch.empty(64)
     strides = [64, 1]
@@ -130,6 +140,12 @@ def run_hand_over(specialize):
     assert torch.equal(out, x)
 
 
+def run_tuned():
+    out = torch.zeros(1, dtype=torch.int32)
+    tuned[1,](out, 7)
+    assert out.item() == 32 and not tuned.cache
+
+
 CASES = {  # name: (architecture, what runs, the error or "")
     **{f"dot {dtype} {arch}": (arch, partial(run_dot, dtype), "")
        for dtype in (torch.float16, torch.bfloat16, torch.float32) for arch in ("sm_80", "sm_90")},
@@ -139,6 +155,7 @@ CASES = {  # name: (architecture, what runs, the error or "")
     "a box outside": ("sm_90", partial(run_total, rows=41), "in no tensor"),
     "own descriptors": ("sm_90", run_double, ""),
     "five dimensions": ("sm_90", run_move, ""),
+    "first configuration": ("sm_80", run_tuned, ""),
     "hand over": ("sm_80", partial(run_hand_over, False), ""),  # mbarrier.test_wait
     "warp specialization": ("sm_90", partial(run_hand_over, True), ""),  # setmaxnreg
     **{f"boxes of {2 * k} bytes": ("sm_90", partial(run_matmul, k), "") for k in (16, 32, 64)},
