@@ -75,7 +75,7 @@ def compress(
         state_index: [num_seqs] int32, the state of each sequence, each once; a negative one is
             padding, of which nothing is read or written.
         seq_lens: [num_seqs] int32, tokens of each sequence including this step's; 0 = padding.
-        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
+        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens, up to num_tokens.
         ratio: tokens of a window, 1..2**30.
         overlap: True = an entry also pools the window before its own.
         norm_weight: [dim] bf16, fp16 or fp32.
@@ -100,8 +100,7 @@ def compress(
     num_tokens, num_seqs, ring = kv.shape[0], seq_lens.shape[0], state.shape[1]
     dim, slots = pages.dim, ratio * (1 + overlap)
     if chosen == "torch" or checks.is_readable(kv):
-        checks.expect_lengths("seq_lens", seq_lens.tolist())
-        checks.expect_offsets("cu_seqlens_q", cu_seqlens_q.tolist(), num_tokens)
+        checks.read_batch(seq_lens, cu_seqlens_q, num_tokens)
         # Padding may have any state, and tokens that close no window any slot.
         new_tokens = seq, token, position = _new_tokens(state_index, seq_lens, cu_seqlens_q)
         checks.expect_ids("state_index", state_index[seq], state.shape[0])

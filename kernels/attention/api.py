@@ -100,9 +100,11 @@ def paged_attention(
         k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] q's dtype or
             torch.float8_e4m3fn; may be two views of one pool. num_heads is a multiple of
             num_kv_heads.
-        block_table: [num_seqs, width] int32, physical page ids.
-        seq_lens: [num_seqs] int32, keys of each sequence including this step's; 0: padding.
-        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
+        block_table: [num_seqs, width] int32, physical page ids. A table that is too short is no
+            error: its last page is read for all later blocks.
+        seq_lens: [num_seqs] int32, keys of each sequence including this step's, so at least its new
+            tokens; 0: padding, whose queries see no key.
+        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens, from 0 to num_tokens.
         max_seqlen_q: host int, at least the new tokens of the longest sequence. Trusted where all
             sequences take the decode path: further rows of longer ones stay unwritten. Elsewhere
             the result does not depend on it.
@@ -134,7 +136,7 @@ def paged_attention(
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above, or num_seqs *
             max_seqlen_q < num_tokens on the decode path; on a CPU and with torch, a page id, a
-            length or prefix sums out of range.
+            length or prefix sums out of range, or a table too short for its window.
         NotImplementedError: with Triton, head_dim is not a power of two in 16..512.
 
     Source: PagedAttention (arXiv 2309.06180); FlashAttention-2 (arXiv 2307.08691) for the online
@@ -355,14 +357,14 @@ def check_attention(call: AttentionCall) -> None:
 
 def _check_values(call: AttentionCall) -> None:
     """Check values in CPU tensors: lengths, prefix sums, and the ids of pages that queries see."""
-    checks.expect_lengths("seq_lens", call.seq_lens.tolist())
-    checks.expect_offsets("cu_seqlens_q", call.cu_seqlens_q.tolist(), call.q.shape[0])
+    batch = checks.read_batch(call.seq_lens, call.cu_seqlens_q, call.q.shape[0])
     q_lens = call.cu_seqlens_q.diff()
     context = call.seq_lens - q_lens
     end = context if call.paged_context else call.seq_lens
     block_size, width = call.k_pages.shape[1], call.block_table.shape[1]
     lowest = torch.zeros_like(end)
     if call.sliding_window is not None:
+        checks.expect_ring(width, block_size, call.sliding_window, *batch, call.paged_context)
         lowest = (context - call.sliding_window + 1).clamp(min=0)
     first, last = lowest // block_size, (end + block_size - 1) // block_size
     if call.sliding_window is None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..common import e4m3
-from ..common.checks import expect_ids, expect_lengths, expect_offsets
+from ..common.checks import expect_ids, expect_ring, read_batch
 from ..common.in_torch import once_a_step
 
 if TYPE_CHECKING:
@@ -97,11 +97,11 @@ def _reads(
 
     ValueError as in ``paged_attention``.
     """
-    lengths, bounds = seq_lens.tolist(), cu_seqlens_q.tolist()
-    expect_lengths("seq_lens", lengths)
-    expect_offsets("cu_seqlens_q", bounds, num_tokens)
+    lengths, bounds = read_batch(seq_lens, cu_seqlens_q, num_tokens)
     q_lens = [last - first for first, last in pairwise(bounds)]
     width = block_table.shape[1]
+    if window is not None:
+        expect_ring(width, block_size, window, lengths, bounds, paged_context)
 
     def pages(sequences: torch.Tensor, block: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
         """[B, n] pages of blocks [B, n] of B sequences that begin before ``end`` [B, 1]."""

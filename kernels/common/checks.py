@@ -176,20 +176,46 @@ def expect_ids(name: str, ids: torch.Tensor, count: int, what: str = "ids") -> N
             raise ValueError(f"{name}: expected {what} in [0, {count}), got {bad}")
 
 
-def expect_offsets(name: str, offsets: Sequence[int], total: int) -> None:
-    """Require prefix sums: from 0 on, never falling, up to ``total`` at most."""
-    if offsets[0] != 0 or list(offsets) != sorted(offsets) or offsets[-1] > total:
+def read_batch(
+    seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_tokens: int
+) -> tuple[list[int], list[int]]:
+    """Read lengths and prefix sums, and require that they divide all tokens among the sequences.
+
+    A sequence has its new tokens at least, or length 0 if it is padding.
+    """
+    lengths, bounds = seq_lens.tolist(), cu_seqlens_q.tolist()
+    if bounds[0] != 0 or bounds[-1] != num_tokens or bounds != sorted(bounds):
         raise ValueError(
-            f"{name}: expected prefix sums from 0 to at most {total}, got {list(offsets)}"
+            f"cu_seqlens_q: expected prefix sums from 0 to {num_tokens}, the number of tokens, "
+            f"got {bounds}"
         )
-
-
-def expect_lengths(name: str, lengths: Sequence[int]) -> None:
-    """Require lengths of sequences, below MAX_TOKENS; negative ones are padding."""
-    for length in lengths:
-        if not -MAX_TOKENS <= length < MAX_TOKENS:
+    for s, (length, start, stop) in enumerate(zip(lengths, bounds, bounds[1:], strict=False)):
+        if not 0 <= length < MAX_TOKENS:
+            raise ValueError(f"seq_lens: expected values in [0, {MAX_TOKENS - 1}], got {length}")
+        if 0 < length < stop - start:
             raise ValueError(
-                f"{name}: expected values in [{-MAX_TOKENS}, {MAX_TOKENS - 1}], got {length}"
+                f"seq_lens: expected at least the {stop - start} new tokens of sequence {s}, or 0 "
+                f"for padding, got {length}"
+            )
+    return lengths, bounds
+
+
+def expect_ring(
+    width: int, block_size: int, window: int, lengths: list[int], bounds: list[int], new_rows: bool
+) -> None:
+    """Require a table of ``width`` blocks to hold all rows that a step with a window reads from pages.
+
+    new_rows: the step's own rows are not in the pages.
+    """
+    for length, start, stop in zip(lengths, bounds, bounds[1:], strict=False):
+        own = stop - start
+        if not own or not length:
+            continue
+        rows = min(length - own, window - 1) + (0 if new_rows else own)
+        if rows > width * block_size:
+            raise ValueError(
+                f"block_table: expected at least {-(-rows // block_size)} blocks of {block_size} "
+                f"rows, for a window of {window}, got {width}"
             )
 
 

@@ -53,7 +53,7 @@ def index_topk(
             entries past its end never selected.
         seq_lens: [num_seqs] int32, raw tokens of each sequence including this step's; 0 for a
             padding row.
-        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
+        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens, up to num_tokens.
         topk: entries to select, 1..4096.
         compress_ratio: raw tokens of an entry, 1..2**30.
         max_seqlen_q: host int, at least the new tokens of the longest sequence.
@@ -70,8 +70,8 @@ def index_topk(
         their number.
 
     Raises:
-        ValueError: an argument is not as above; a prefix sum or page id of CPU tensors is out of
-            range.
+        ValueError: an argument is not as above; a length, prefix sum or page id of CPU tensors is
+            out of range.
         NotImplementedError: topk > 4096 or more than 128 index heads.
 
     Source: DeepSeek-V4, lightning indexer; DeepSeek-V3.2 (arXiv 2512.02556) 2.1.
@@ -94,8 +94,7 @@ def index_topk(
             f"workspace: expected float32 [>= {plan.query_numel}], got float32 [{available}]"
         )
     if chosen == "torch" or checks.is_readable(q):
-        checks.expect_lengths("seq_lens", seq_lens.tolist())
-        checks.expect_offsets("cu_seqlens_q", cu_seqlens_q.tolist(), num_tokens)
+        checks.read_batch(seq_lens, cu_seqlens_q, num_tokens)
         entries = (seq_lens // compress_ratio).clamp(max=plan.num_entries)
         scored = (entries > topk) & (cu_seqlens_q.diff() > 0)
         block = torch.arange(block_table.shape[1], device=device)

@@ -57,7 +57,8 @@ def mla_attention(
         ``out``. A query that sees no key gets out 0 and lse -inf.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above.
+        ValueError: a shape, dtype, stride, device or host value is not as above; on a CPU, a page id,
+            a length or prefix sums out of range.
         NotImplementedError: head_dim_v is not a power of two in 16..512, or head_dim - head_dim_v
             not one in 16..128.
 
@@ -140,7 +141,8 @@ def compressed_attention(
 
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above, or
-            num_seqs * max_seqlen_q < num_tokens on the decode path.
+            num_seqs * max_seqlen_q < num_tokens on the decode path; on a CPU, an id, a length or
+            prefix sums out of range.
         NotImplementedError: quantized pages together with plain ones or with fp16 queries; a
             rope_dim that is no power of two; a pool of 2**31 rows or more.
 

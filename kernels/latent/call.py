@@ -174,13 +174,11 @@ def check_values(call: LatentCall) -> None:
                 name, indices[listed(indices, lens, call.tokens_per_len)], count, "rows"
             )
         return
-    bounds = call.cu_seqlens_q.tolist()
-    checks.expect_offsets("cu_seqlens_q", bounds, call.q.shape[0])
-    rows, lengths = call.pages.storage_block_size, call.seq_lens.tolist()
-    checks.expect_lengths("seq_lens", lengths)
+    lengths, bounds = checks.read_batch(call.seq_lens, call.cu_seqlens_q, call.q.shape[0])
+    rows = call.pages.storage_block_size
     for s, seq_len in enumerate(lengths):
         first, last = bounds[s], bounds[s + 1]
-        if first == last or seq_len <= 0:
+        if first == last or seq_len == 0:
             continue
         if call.cos_sin is not None:
             position = torch.tensor([seq_len - 1])

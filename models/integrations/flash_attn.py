@@ -243,11 +243,27 @@ def _window(causal: bool, window_size: Sequence[int], longest_q: int) -> int | N
     return left + 1 if left >= 0 else None
 
 
+def _without_early_queries(call: dict[str, Any]) -> dict[str, Tensor]:
+    """Each sequence as two: its queries before the first key, as padding, and the others."""
+    start, stop = call["cu_seqlens_q"][:-1], call["cu_seqlens_q"][1:]
+    first = torch.maximum(start, stop - call["seq_lens"])
+    if first.equal(start):
+        return {}
+    seq_lens = torch.stack([torch.zeros_like(first), call["seq_lens"]], 1).flatten()
+    return {
+        "cu_seqlens_q": torch.cat([torch.stack([start, first], 1).flatten(), stop[-1:]]),
+        "seq_lens": seq_lens,
+        "block_table": call["block_table"].repeat_interleave(2, 0),
+    }
+
+
 def _attend(
     call: dict[str, Any], window: int | None, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Result and, if asked for, lse of a call of the kernels."""
     q, lse = call["q"], None
+    if q.is_cpu:  # where the kernels refuse more queries than keys
+        call |= _without_early_queries(call)
     if with_lse:
         lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     out = attention_for(window)(**call, lse=lse)

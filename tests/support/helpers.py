@@ -129,7 +129,7 @@ def make_batch(case: AttentionCase, seed: int = 42) -> dict[str, Any]:
             page = table[s, entry].item()
             k_pages[page, j % block_size] = normal(case.num_kv_heads, case.head_dim)
             v_pages[page, j % block_size] = normal(case.num_kv_heads, case.head_dim)
-        # A padding row has more new tokens than keys: its first new K/V are keys of nobody.
+        # The new rows of a padding sequence, of length 0, are keys of no query.
         k[cu[s] : cu[s] + max(0, -context)] = NAN
         v[cu[s] : cu[s] + max(0, -context)] = NAN
     batch = {

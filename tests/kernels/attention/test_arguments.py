@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from quire.kernels import merge_partials, paged_attention
+from quire.kernels import merge_partials, paged_attention, sliding_window_attention
 from tests.support.forked import forked, printed
 from tests.support.helpers import DEVICE, AttentionCase, make_batch
 
@@ -47,10 +47,13 @@ def test_attention_refuses(changes, message):
 OF_VALUES = [
     ("block_table", [[9999, 1], [0, 0]], r"block_table: expected ids in \[0, \d+\), got 9999"),
     ("block_table", [[-3, 1], [0, 0]], r"block_table: expected ids in \[0, \d+\), got -3"),
-    ("cu_seqlens_q", [0, 4, 3], r"cu_seqlens_q: expected prefix sums from 0 to at most 6, got \[0, 4, 3\]"),
-    ("cu_seqlens_q", [0, 1, 7], r"cu_seqlens_q: expected prefix sums from 0 to at most 6, got \[0, 1, 7\]"),
-    ("seq_lens", [1, 2**30], r"seq_lens: expected values in \[-1073741824, 1073741823\], got 1073741824"),
-    ("cu_seqlens_q", [1, 2, 6], r"cu_seqlens_q: expected prefix sums from 0 to at most 6, got \[1, 2, 6\]"),
+    *(
+        ("cu_seqlens_q", sums, rf"cu_seqlens_q: expected prefix sums from 0 to 6, the number of tokens, got \[{', '.join(map(str, sums))}\]")
+        for sums in ([0, 4, 3], [0, 1, 7], [0, 1, 5], [1, 2, 6])
+    ),
+    ("seq_lens", [1, 2**30], r"seq_lens: expected values in \[0, 1073741823\], got 1073741824"),
+    ("seq_lens", [-4, 9], r"seq_lens: expected values in \[0, 1073741823\], got -4"),
+    ("seq_lens", [20, 2], "seq_lens: expected at least the 5 new tokens of sequence 1, or 0 for padding, got 2"),
 ]  # fmt: skip
 
 
@@ -62,6 +65,17 @@ def test_values_are_refused(name, values, message, impl):
     wrong = torch.tensor(values, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match=f"^{message}$"):
         paged_attention(**replaced(**{name: wrong}), impl=impl)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="values on a device are not looked at")
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_a_table_too_short_for_the_window_is_refused(impl):
+    """A ring of one page of 16 rows would give the window of 40 the newest rows twice."""
+    short = replaced(sliding_window=40)
+    short["block_table"] = short["block_table"][:, :1]
+    message = "block_table: expected at least 2 blocks of 16 rows, for a window of 40, got 1"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        sliding_window_attention(**short, impl=impl)
 
 
 def test_triton_on_a_cpu_is_refused_unless_interpreted():

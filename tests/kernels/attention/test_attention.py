@@ -61,7 +61,7 @@ FULL = [
     AttentionCase("context-prefill", [40, 17, 90, 1], [7, 17, 20, 1], in_step=False, context_only=True, num_decodes=0),
     AttentionCase("context-decode", [1, 17, 33, 0], [1] * 4, in_step=False, context_only=True, sinks=True),
     AttentionCase("context-speculative-split", [620, 9], [3, 3], num_decodes=2, in_step=False, context_only=True, num_heads=2, num_kv_heads=1),
-    AttentionCase("context-mixed-bf16", [300, 9, 150, 2], [1, 2, 40, 5], num_decodes=2, in_step=False, context_only=True, dtype=BF16, softcap=5.0),
+    AttentionCase("context-mixed-bf16", [300, 9, 150, 5], [1, 2, 40, 5], num_decodes=2, in_step=False, context_only=True, dtype=BF16, softcap=5.0),
     AttentionCase("mixed-interleaved-bf16", [30, 40], [1, 9], num_decodes=1, layout="interleaved", dtype=BF16),
 ]  # fmt: skip
 
@@ -82,7 +82,7 @@ WINDOW = [
     AttentionCase("prefill-ring-page-48", [150, 33], [9, 33], sliding_window=50, ring=True, block_size=48, dtype=BF16),
     AttentionCase("prefill-chunk-ring", [90, 33, 300], [30, 33, 8], sliding_window=W, ring=True),
     AttentionCase("prefill-pages-only-ring", [90, 300], [30, 8], sliding_window=W, ring=True, in_step=False),
-    AttentionCase("prefill-padding", [2, 40], [5, 9], sliding_window=3),
+    AttentionCase("prefill-padding", [0, 40], [5, 9], sliding_window=3),
     AttentionCase("prefill-wide-bf16", [400], [60], sliding_window=200, dtype=BF16, num_heads=1, num_kv_heads=1, block_size=128),
     AttentionCase("prefill-wide-in-step-bf16", [260], [260], sliding_window=129, dtype=BF16, num_heads=1, num_kv_heads=1),
     AttentionCase("prefill-wide-pages-only", [260], [200], sliding_window=150, dtype=FP16, num_heads=1, num_kv_heads=1, in_step=False),

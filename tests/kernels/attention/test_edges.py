@@ -68,6 +68,10 @@ def expect_attention(function, given, impl):
     assert_within_budget("lse", given["lse"], exact_lse)
 
 
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
 def spread_heads(a):
     """q with heads outside tokens."""
     return a["q"].transpose(0, 1).contiguous().transpose(0, 1)
@@ -100,7 +104,9 @@ ATTENTION = [
     *right("k_pages", lambda a: {n: a[n].transpose(1, 2).contiguous().transpose(1, 2) for n in ("k_pages", "v_pages")}),
     *refused("block_table", lambda a: a["block_table"][:, :0], blamed="block_table: width"),
     *right("block_table", lambda a: a["block_table"].clone()),
-    *right("seq_lens", lambda a: torch.tensor([0, -5], dtype=torch.int32, device=DEVICE)),
+    *right("seq_lens", lambda a: ints(0, 0)),
+    *values("seq_lens", lambda a: ints(-4, 3), lambda a: ints(20, 1)),
+    *values("cu_seqlens_q", lambda a: ints(0, 1, 2), lambda a: ints(0, 3, 2)),
     *integers("max_seqlen_q", 0, odd=[2**31, 2**40]),
     *refused("k", None, far("k", (3, 1, 16), (2**24, 16, 1))),
     *refused("v", None),
@@ -127,6 +133,18 @@ FULL = [
 WINDOW = [
     *(row for row in ATTENTION if row.outcome is not RIGHT),
     *integers("sliding_window", 1, odd=[1, 17, 2**30 - 1, *HUGE]),
+    # The first sequence has 19 rows of 16 a page in its pages, and 20 without new rows.
+    *values("block_table", lambda a: a["block_table"][:, :1]),
+    *right("block_table", lambda a: {"block_table": a["block_table"][:, :1], "sliding_window": 17}),
+    *values(
+        "block_table",
+        lambda a: {
+            "block_table": a["block_table"][:, :1],
+            "sliding_window": 17,
+            "k": None,
+            "v": None,
+        },
+    ),
 ]
 # Of pages of e4m3.
 SCALED = [

@@ -25,7 +25,7 @@ CASES = {
     "long-chunks": AttentionCase("", [60, 0, 37], [50, 0, 37], **ONE),
     "window-fp16": AttentionCase("", [70, 30], [60, 30], sliding_window=37, sinks=True, **ONE | {"dtype": FP16}),
     "group-3-softcap": AttentionCase("", [40], [40], softcap=5.0, **ONE | {"num_heads": 3}),
-    "padding": AttentionCase("", [9, 40], [12, 40], **ONE),
+    "padding": AttentionCase("", [0, 40], [12, 40], **ONE),
     "mixed": AttentionCase("", [40, 50], [1, 45], num_decodes=1, **ONE),
     "pages-only": AttentionCase("", [50], [45], in_step=False, **ONE),
 }  # fmt: skip

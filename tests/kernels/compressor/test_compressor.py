@@ -315,8 +315,8 @@ def test_values_of_several_sizes(impl):
 
 
 def test_padding_rows(impl):
-    """A sequence of length 0 with a token, one with fewer tokens than rows, and one whose state
-    does not exist because it has nothing."""
+    """Sequences of length 0 with one token, with none, and with more than a window; their states do
+    not exist."""
     run = Run(Case([[9, 8]]))
     arguments = run.arguments([0, 0], [9, 8])
 
@@ -331,11 +331,9 @@ def test_padding_rows(impl):
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
     index = run.state_index.tolist()
-    arguments["state_index"] = int32(2**30, index[0], -(2**30), index[1])
-    arguments["seq_lens"] = int32(0, 9, 0, 8)
-    # The last sequence has 8 tokens and 14 new rows: the first six, more than a window, are padding.
-    arguments["cu_seqlens_q"] = int32(0, 1, 10, 10, 24)
-    arguments["max_seqlen_q"] = 14
+    arguments["state_index"] = int32(2**30, index[0], -(2**30), 2**30, index[1])
+    arguments["seq_lens"] = int32(0, 9, 0, 0, 8)
+    arguments["cu_seqlens_q"] = int32(0, 1, 10, 10, 16, 24)
     compress(**arguments, impl=impl)
     run.check_state()
     run.check_entries()

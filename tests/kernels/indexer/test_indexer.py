@@ -41,7 +41,7 @@ CASES = [
     IndexCase("prefill-first", [1, 4, 43], [1, 4, 43], dtype=BF16),
     IndexCase("prefill-chunk", [300, 40], [5, 9]),
     IndexCase("prefill-borders-in-tiles", [100, 60, 44, 81], [3, 1, 0, 5], dtype=BF16),
-    IndexCase("prefill-padding", [2, 60, 0], [5, 3, 2], dtype=FP16),
+    IndexCase("prefill-padding", [0, 60, 0], [5, 3, 2], dtype=FP16),
     IndexCase("prefill-bf16-pages-of-64", [600], [5], rows=64, dtype=BF16),
     IndexCase("prefill-fp8-pages-of-2", [120, 90], [5, 3], rows=2, dtype=BF16, fp8=True),
     IndexCase("prefill-fp8-fp16-d64", [120], [9], index_dim=64, dtype=FP16, fp8=True, rows=64),
@@ -158,12 +158,15 @@ def test_chunks_change_nothing_and_stay_within_the_workspace(queries):
 
 
 def test_given_memory_is_filled_and_nothing_else(impl):
-    """Rows behind the last sequence, as a captured graph has them, select nothing."""
+    """Rows of padding, a sequence of length 0 as a captured graph has them, select nothing."""
     batch = make_index_batch(IndexCase("", [120, 9, 0], [2, 1, 1]))
     want = index_topk(**batch, impl=impl)
     for name in ("q", "weights"):
         batch[name] = torch.cat([batch[name], torch.full_like(batch[name], NAN)])
-    batch["max_seqlen_q"] = 3
+    batch["seq_lens"] = torch.nn.functional.pad(batch["seq_lens"], (0, 1))
+    batch["cu_seqlens_q"] = torch.nn.functional.pad(batch["cu_seqlens_q"], (0, 1), value=8)
+    batch["block_table"] = torch.cat([batch["block_table"], batch["block_table"][:1]])
+    batch["max_seqlen_q"] = 4
     wide = torch.full((8, 11), -7, dtype=torch.int32, device=DEVICE)
     lens = torch.full((8,), -7, dtype=torch.int32, device=DEVICE)
     out, counts = index_topk(**batch, impl=impl, out=wide[:, 1:9], lens=lens)

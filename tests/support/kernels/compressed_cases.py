@@ -118,7 +118,7 @@ def make_batch(case, seed=42):
         ):
             if q_len:
                 window.cell(window_table, s, j // case.rows % width, j % case.rows)
-        # A padding row has more new tokens than keys: its first in-step rows are keys of nobody.
+        # The new rows of a padding sequence, of length 0, are keys of no query.
         kv[cu[s] : cu[s] + max(0, -context)] = NAN
     q = torch.randn(num_tokens, case.num_heads, case.head_dim, generator=generator).to(case.dtype)
     batch = {
