@@ -123,8 +123,7 @@ class Compiler:
             self.kernel.add_register(operand, 4)
             self.program.special[operand] = registers[operand]
         if operand in self.kernel.params:
-            offset = self.kernel.params[operand]
-            return lambda m: np.uint64(m.params.ctypes.data + offset)
+            operand = str(self.kernel.params[operand])
         if operand not in registers:
             value = self._constant(operand, dtype)
             return lambda m: value
@@ -398,12 +397,12 @@ def _elect(c: Compiler, op: Instruction) -> Step:
     return c.assign_all(op.operands[0].split("|"), values)
 
 
-def _cvta(c: Compiler, op: Instruction) -> Step:
-    """Addresses of all spaces but shared memory are generic ones here."""
-    if "shared" in op.text:
-        raise Unsupported(op.text)
+def _cvta(c: Compiler, op: Instruction) -> Step | None:
+    """Addresses in global memory are generic ones here; those of parameters are offsets."""
     read = c.read(op.operands[1], op.kind)
-    return c.assign(op.operands[0], lambda m, mask: read(m))
+    if op.parts[1] == "param":
+        return c.assign(op.operands[0], lambda m, mask: read(m) + np.uint64(m.params.ctypes.data))
+    return c.assign(op.operands[0], lambda m, mask: read(m)) if "global" in op.parts else None
 
 
 def _bar_warp(c: Compiler, op: Instruction) -> Step | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from .arithmetic import DTYPES
 from .instructions import compile_ptx
@@ -136,6 +137,15 @@ def test_lanes_that_are_off_keep_their_registers():
     off = np.arange(32) % 2 == 0
     d = run("@!p mov.b32 d, 7;", {"p": ("pred", off), "d": ("u32", np.arange(32))})("d")
     assert np.array_equal(d, np.where(off, np.arange(32), 7))
+
+
+def test_the_address_of_a_parameter_may_pass_through_32_bits():
+    registers = {"a": ("u32", None), "b": ("u64", None), "c": ("u64", None)}
+    code = (
+        "mov.b32 a, p1; cvt.u64.u32 b, a; cvta.param.u64 b, b; mov.b64 c, p1; cvta.param.u64 c, c;"
+    )
+    result = run(code, registers, tensors=torch.empty(2, 1))
+    assert np.array_equal(result("b"), result("c"))
 
 
 @pytest.mark.parametrize(
