@@ -63,9 +63,14 @@ def as_ints(name: str, values: Any) -> Int64:
         raise refusal(name, "ints", repr(values)) from error
     if array.dtype != INT64:
         if array.size and array.dtype.kind not in "iu":
-            raise refusal(name, "ints", array.dtype)
+            raise refusal(name, "ints", _kind(array))
         array = array.astype(INT64)
     return array
+
+
+def _kind(array: Any) -> Any:
+    """Type of the elements of an array, for an error."""
+    return "str" if array.dtype.kind == "U" else array.dtype
 
 
 def as_token_ids(name: str, tokens: Any) -> Int32:
@@ -75,7 +80,7 @@ def as_token_ids(name: str, tokens: Any) -> Int32:
     if quick and not np.count_nonzero(array < ZERO32):
         return array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise refusal(name, "a 1-D sequence of ints", f"{array.dtype} {list(array.shape)}")
+        raise refusal(name, "a 1-D sequence of ints", f"{_kind(array)} {list(array.shape)}")
     if array.size:
         low, high = int(array.min()), int(array.max())
         if low < 0 or high >= 2**31:

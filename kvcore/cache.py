@@ -744,6 +744,7 @@ class KVCache:
         least = np.maximum(1, most - self.max_draft_tokens)
         if taken.shape != most.shape or ((taken < least) | (taken > most)).any():
             between = f"between {least.tolist()} and {most.tolist()}"
+            between += f", as max_draft_tokens={self.max_draft_tokens} may be rejected"
             raise refusal("accepted", between, taken.tolist())
         end: Int64 = plan.changes.start + taken
         return end

@@ -86,20 +86,20 @@ def implementation(impl: str | None, tensor: torch.Tensor) -> str:
 def expect_tensor(
     name: str,
     tensor: Any,
-    shape: Sequence[int | None],
+    shape: Sequence[int | str | None],
     dtypes: torch.dtype | Sequence[torch.dtype],
     *,
     device: torch.device | None = None,
     any_stride: bool = False,
 ) -> None:
-    """Require a tensor of one of some dtypes and a shape (None: any size), with stride 1 in the
+    """Require a tensor of one of some dtypes and a shape (None or a name: any size), with stride 1 in the
     last dimension unless ``any_stride``, on a device (None: any)."""
     accepted = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     right = isinstance(tensor, torch.Tensor) and tensor.dtype in accepted
     right = right and len(shape) == tensor.dim()
     if right and tensor.shape != shape:
         for want, size in zip(shape, tensor.shape, strict=True):
-            right = right and (want is None or want == size)
+            right = right and (not isinstance(want, int) or want == size)
     if not right:
         sizes = ", ".join("*" if n is None else str(n) for n in shape)
         came = _described(tensor) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -315,9 +315,10 @@ def check_pages(
 ) -> None:
     """Require K and V pages ``[num_pages, block_size, num_kv_heads, head_dim]`` of equal shape, both
     of ``dtype`` or both e4m3."""
-    expect_tensor("k_pages", k_pages, (None,) * 4, (dtype, E4M3), device=device)
+    axes = "num_pages", "block_size", "num_kv_heads", "head_dim"
+    expect_tensor("k_pages", k_pages, axes, (dtype, E4M3), device=device)
     expect_tensor("v_pages", v_pages, tuple(k_pages.shape), k_pages.dtype, device=device)
-    for axis, what in enumerate(("num_pages", "block_size", "num_kv_heads")):
+    for axis, what in enumerate(axes[:3]):
         if not k_pages.shape[axis]:
             raise ValueError(f"k_pages: {what}: expected an int >= 1, got 0")
     expect_short_pages("k_pages", k_pages)

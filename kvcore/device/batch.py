@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ..arguments import as_ints, refusal
 
 if TYPE_CHECKING:
     from ..cache import KVCache
@@ -168,16 +170,26 @@ class BatchBuilder:
         # Cells that changed and are not in the copy yet: a step that fails must not lose them.
         self._stale = np.empty(0, dtype=np.int64)
 
-    def build(
-        self, plan: StepPlan | StepArrays, input_ids: np.ndarray, logits_rows: np.ndarray
-    ) -> Batch:
+    def build(self, plan: StepPlan | StepArrays, input_ids: Any, logits_rows: Any) -> Batch:
         """Tensors of one step, between the plan and its commit.
 
         Args:
             plan: sequences with one new token first.
-            input_ids: [num_tokens] int32 new tokens of all sequences, or placeholders.
-            logits_rows: [num_rows] int64.
+            input_ids: [num_tokens] ints, new tokens of all sequences, or placeholders.
+            logits_rows: [num_rows] ints, rows of the step.
+
+        Raises:
+            ValueError: another number of tokens than planned, no ints, or a value out of range.
         """
+        ids, rows_wanted = as_ints("input_ids", input_ids), as_ints("logits_rows", logits_rows)
+        total = len(plan.positions)
+        if ids.shape != (total,):
+            raise refusal("input_ids", f"{total} tokens as planned", list(ids.shape))
+        lowest = int(ids.min())
+        if lowest < -len(self.sampled):
+            raise refusal("input_ids", f"ids >= {-len(self.sampled)}", lowest)
+        if rows_wanted.ndim != 1 or not ((rows_wanted >= 0) & (rows_wanted < total)).all():
+            raise refusal("logits_rows", f"rows in [0, {total})", rows_wanted.tolist())
         changes, replays = self._changes(), [plan.replay_rows, _even(plan.replay_slots)]
         arrays: list[np.ndarray] = [
             plan.slots,
@@ -185,9 +197,9 @@ class BatchBuilder:
             plan.seq_lens,
             _even(plan.slot_mapping),
             plan.slots.astype(np.int32),
-            input_ids.astype(np.int64),
+            ids.astype(np.int64),  # a copy: the caller may use its own again
             plan.positions,
-            logits_rows,
+            rows_wanted,
             *(replays if len(plan.replay_rows) else []),
             *(changes if len(changes[0]) else []),
         ]
@@ -203,7 +215,7 @@ class BatchBuilder:
             cu_seqlens_q=cu_seqlens_q,
             seq_lens=seq_lens,
             block_tables=self.gather(rows, max_seq_len),
-            slot_mappings=slot_mapping[:, : len(input_ids)].unbind(0),
+            slot_mappings=slot_mapping[:, :total].unbind(0),
             max_seqlen_q=max(counts),
             max_seq_len=max_seq_len,
             num_decodes=len(counts) if max(counts) <= self._decode_tokens else counts.count(1),
@@ -211,9 +223,9 @@ class BatchBuilder:
             replay_rows=more[0] if len(plan.replay_rows) else None,
             replay_slots=more[1][:, : len(more[0])].unbind(0) if len(plan.replay_rows) else None,
         )
-        ids, positions, rows = inputs
-        ids = self.token_ids(ids) if input_ids.min() < 0 else ids
-        return Batch(ids, positions, rows, attn)
+        sent_ids, positions, rows = inputs
+        sent_ids = self.token_ids(sent_ids) if lowest < 0 else sent_ids
+        return Batch(sent_ids, positions, rows, attn)
 
     def token_ids(self, ids: Tensor) -> Tensor:
         """`known_ids` of input ids."""

@@ -108,6 +108,8 @@ def _visible(
     """Checked slots, their computed tokens, the first block that the newest token or the next (or
     the query at `start` [n]) sees, the table and its block size.
     """
+    if not hasattr(cache, "num_computed"):
+        raise refusal("cache", "a KVCache", repr(cache))
     table = cache.table(group)
     spec = cache.layout.groups[group]
     if spec.kind == "state":

@@ -23,6 +23,7 @@ def zeros(*shape, dtype=torch.float32):
 # One row for each form of a message; `test_edges` has all arguments.
 REFUSED = [
     ({"q": zeros(6, 4)}, r"q: expected bfloat16\|float16\|float32 \[\*, \*, \*\], got float32 \[6, 4\]"),
+    ({"k_pages": zeros(3, 2, 64)}, r"k_pages: expected float32\|float8_e4m3fn \[num_pages, block_size, num_kv_heads, head_dim\], got float32 \[3, 2, 64\]"),
     ({"q": [1.0]}, r"q: expected .*, got list"),
     ({"q": zeros(6, 3, 16)}, "q: num_heads: expected a multiple of num_kv_heads 2, got 3"),
     ({"q": zeros(6, 4, 32)}, "k_pages: expected head_dim 32, got 16"),

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -58,9 +59,11 @@ def test_a_worker_builds_the_same_batch():
         arrays = pickle.loads(pickle.dumps(step_arrays(kv, plan)))
         here.deltas.append(arrays.table_indices)
         worker.update(arrays)
-        with pytest.raises(AttributeError):  # a step that fails takes the deltas, too
-            builders[0].build(plan, None, None)
-        one = builders[0].build(plan, ids, plan.cu_seqlens_q[1:].astype(np.int64) - 1)
+        rows = (plan.cu_seqlens_q[1:] - 1).tolist()
+        failing = mock.patch.object(builders[0]._staging, "send", side_effect=MemoryError)
+        with failing, pytest.raises(MemoryError):  # a step that fails takes the deltas, too
+            builders[0].build(plan, ids, rows)
+        one = builders[0].build(plan, ids.tolist(), rows)
         other = builders[1].build(arrays, ids, arrays.cu_seqlens_q[1:].astype(np.int64) - 1)
         assert torch.equal(one.input_ids, other.input_ids)
         assert torch.equal(one.positions, other.positions)
@@ -88,6 +91,27 @@ def test_ids_that_the_device_sampled_replace_their_placeholders():
     ids, sampled = torch.tensor([5, -1, -3]), torch.tensor([7, 8, 9])
     assert known_ids(ids, sampled).tolist() == [5, 7, 9]
     assert known_ids(ids[:1], sampled[:0]).tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows", "message"),
+    [
+        ([1] * 39, [39], r"input_ids: expected 40 tokens as planned, got \[39\]"),
+        ([[1] * 40], [39], r"input_ids: expected 40 tokens as planned, got \[1, 40\]"),
+        ([1.0] * 40, [39], "input_ids: expected ints, got float64"),
+        (None, [39], "input_ids: expected ints, got "),
+        ([1] * 39 + [-3], [39], "input_ids: expected ids >= -2, got -3"),
+        ([1] * 40, [40], r"logits_rows: expected rows in \[0, 40\), got \[40\]"),
+        ([1] * 40, None, "logits_rows: expected ints, got "),
+    ],
+)
+def test_wrong_ids_and_rows_are_named(ids, rows, message):
+    kv = KVCache(GROUPS, num_pages=400, track_deltas=True, **SHAPE)
+    builder = BatchBuilder(kv, "cpu", max_placeholders=2)
+    plan = kv.plan([kv.admit("a", kv.match([1] * 40))], [40])
+    with pytest.raises(ValueError, match=message):
+        builder.build(plan, ids, rows)
+    assert builder.build(plan, [1] * 38 + [-1, -2], [39]).input_ids.tolist()[-2:] == [0, 0]
 
 
 def test_wrong_tables_and_arguments_are_named():
