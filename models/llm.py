@@ -16,7 +16,7 @@ from torch import nn
 
 from .chat import PLAIN, ChatTemplate, find_chat
 from .chat_deepseek_v4 import DeepseekV4Chat
-from .config.fields import shown
+from .config.fields import naming, shown
 from .config.hf import load_config, read_generation_config
 from .config.named import named_configs
 from .deepseek_v4.drafters import DSparkDrafter, MTPDrafter
@@ -380,13 +380,16 @@ def default_params(directory: Path | None) -> SamplingParams:
     Raises:
         ValueError: a file that is no JSON, or has a value out of range.
     """
-    given = {} if directory is None else read_generation_config(directory)
+    if directory is None:
+        return SamplingParams()
+    given = read_generation_config(directory)
     names = ["repetition_penalty"]
     if given.get("do_sample"):
         given = {"temperature": 1.0} | given
         given["top_k"] = max(0, given.get("top_k", 0))  # -1 = all
         names += ["temperature", "top_k", "top_p", "min_p"]
-    return SamplingParams(**{name: given[name] for name in names if given.get(name) is not None})
+    with naming(directory / "generation_config.json"):
+        return SamplingParams(**{n: given[n] for n in names if given.get(n) is not None})
 
 
 def expect_room(config: Any, device: torch.device, dtype: torch.dtype) -> None:

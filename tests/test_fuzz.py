@@ -186,7 +186,8 @@ def test_a_mutated_file(name, count, directory, llm):
             except (ValueError, NotImplementedError) as error:
                 refused += 1
                 text = str(error)
-                names = file.name in text or str(directory) in text
+                # A prompt that the tokenizer cannot take is no error of the file.
+                names = file.name in text or str(directory) in text or text.startswith("prompts: ")
                 if len(text) > 6000 or "\n" in text or not names:
                     wrong.append(f"{i}: {len(text)} characters: {text[:200]!r}")
             except Exception as error:

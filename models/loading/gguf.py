@@ -237,7 +237,7 @@ class GGUFFile:
     def _value(self, key: str, *default: Any) -> Any:
         value = self.metadata.get(key, *default)
         if value is None and not default:
-            raise ValueError(f"path: expected metadata {key!r}, got none")
+            raise ValueError(f"path: expected metadata {key!r}, got none, in {str(self.path)!r}")
         return value
 
 

@@ -1,6 +1,6 @@
 """A row of the table of versions in docs/results.md, from a run of the tests.
 
-`pytest -p tests.support.versions --versions FILE` adds the row to FILE, as a line of JSON.
+`pytest -p tests.support.versions --versions=FILE` adds the row to FILE, as a line of JSON.
 `python -m tests.support.versions FILE...` prints the table.
 """
 
