@@ -170,6 +170,6 @@ def measured(run: Replay, counted: list[int]) -> Row:
 
 
 def evicted(run: Replay) -> Row:
-    """What a cache evicted in a replay."""
+    """Evictions of a cache in a replay."""
     stats = run.cache.stats()
     return {name: stats[name] for name in ("evicted_resume_points", "evicted_segments")}

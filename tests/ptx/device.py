@@ -113,7 +113,7 @@ def _pack(program: Program, params: list[tuple[str, Any]]) -> bytes:
 
 
 class Launcher:
-    """What Triton calls to launch a kernel."""
+    """The object that Triton calls to launch a kernel."""
 
     def __init__(self, compiled: CompiledKernel):
         self.compiled = compiled

@@ -77,7 +77,7 @@ class Clocks:
 
 
 class Global:
-    """What one launch may touch of this process's memory, and who has touched it.
+    """Memory of this process that one launch may touch, and who has touched it.
 
     Args:
         ranges: byte ranges of the views that the kernel was given.
@@ -107,7 +107,7 @@ class Global:
             self.kept.append((at, _PROCESS[at]))
 
     def written(self) -> bytes:
-        """Where the launch has written, and what is there now."""
+        """Places that the launch has written, and their bytes now."""
         at = np.unique(np.concatenate([np.empty(0, "i8"), *(at.ravel() for at, _ in self.kept)]))
         return at.tobytes() + _PROCESS[at].tobytes()
 

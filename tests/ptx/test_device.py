@@ -1,4 +1,4 @@
-"""What the emulated device refuses, and the tests that its pytest plugin leaves out."""
+"""Refusals of the emulated device, and the tests that its pytest plugin leaves out."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def copied(arguments):
 
 
 def plain(arguments, *without):
-    """What an oracle is given: the arguments without gradients, and without some of them."""
+    """Arguments of an oracle: those of the call without gradients, and without some of them."""
     return {
         name: value.detach() if isinstance(value, torch.Tensor) else value
         for name, value in arguments.items()
