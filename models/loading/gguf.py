@@ -232,12 +232,13 @@ class GGUFFile:
         return name if module is None else f"{within}.{module}.{kind}"
 
     def _of_model(self, key: str, *default: Any) -> Any:
-        return self._value(f"{self.architecture}.{key}", *default)
+        with naming(self.path):
+            return self._value(f"{self.architecture}.{key}", *default)
 
     def _value(self, key: str, *default: Any) -> Any:
         value = self.metadata.get(key, *default)
         if value is None and not default:
-            raise ValueError(f"path: expected metadata {key!r}, got none, in {str(self.path)!r}")
+            raise ValueError(f"path: expected metadata {key!r}, got none")
         return value
 
 

@@ -39,3 +39,12 @@ def test_a_slice_is_a_part_of_the_tensor(file):
         part = opened.get_slice(name)
         assert part.get_shape() == [128, 64]
         assert torch.equal(part[32:64], opened.get_tensor(name)[32:64])
+
+
+@pytest.mark.parametrize("key", ["general.architecture", "llama.attention.head_count"])
+def test_a_key_that_is_not_there_is_named_with_the_file(file, tmp_path, key):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(file.read_bytes().replace(key.encode(), key.upper().encode()))
+    with pytest.raises(ValueError) as caught, GGUFFile(path) as opened:
+        opened.get_tensor("model.layers.1.self_attn.q_proj.weight")
+    assert str(caught.value) == f"path: expected metadata {key!r}, got none, in {str(path)!r}"
