@@ -18,7 +18,8 @@ import torch
 
 from ..common import checks
 from ..common.checks import MODEL_DTYPES, expect_apart, expect_int, expect_tensor
-from .tiles import plan_decode
+from ..common.tile_shapes import tile_heads, tile_rows
+from .tiles import target_splits
 
 
 @dataclass(eq=False)
@@ -256,7 +257,7 @@ def merge_partials(
     expect_tensor("out", out, (num_tokens, num_heads, head_dim), MODEL_DTYPES, device=device)
     expect_apart("out", out)
     if chosen == "triton":
-        from .launch import merge_partials as merge
+        from ..common.merging import merge_dense as merge
     else:
         from .torch_impl import merge_partials as merge
     return merge(partial_out, partial_lse, sinks, out, lse)
@@ -286,7 +287,7 @@ def workspace_numel(
     Raises:
         ValueError: a value is not a positive int, or num_heads is not a multiple of num_kv_heads.
 
-    Source: FlashDecoding (split-KV); ``plan_decode``.
+    Source: FlashDecoding (split-KV).
     """
     sizes = {
         "num_decodes": num_decodes,
@@ -299,7 +300,10 @@ def workspace_numel(
     for name, value in sizes.items():
         expect_int(name, value, 1)
     _expect_multiple("num_heads", num_heads, num_kv_heads)
-    return plan_decode(**sizes).workspace_numel
+    group = num_heads // num_kv_heads
+    tokens, _, head_tiles = tile_heads(group, tile_rows(group, max_seqlen_q))
+    splits = target_splits(num_sms, num_kv_heads, head_tiles)
+    return splits * tokens * num_heads * (head_dim + 1)
 
 
 def _check_and_attend(call: AttentionCall, impl: str | None) -> torch.Tensor:

@@ -281,8 +281,8 @@ def attention_kernel(
         k_pages, v_pages: bytes if e4m3. k_scale, v_scale: of the kind SHAPE.SCALES.
         k_new, v_new: rows of the step; None: all keys are in pages.
         partial_out: fp32 results of KV splits, their lse from element first_lse on; None: no split.
-        num_decodes, decode_tokens: in prefill, leave out sequences < num_decodes with at most
-            decode_tokens new tokens; the decode launch has these, and reads BLOCK_Q instead.
+        num_decodes, decode_tokens: sequences < num_decodes with at most decode_tokens new tokens
+            belong to the decode launch, all others to prefill.
         num_tiles: bound of all query tiles (prefill). target_splits: as in `split_kv` (decode).
     """
     BLOCK_Q: tl.constexpr = SHAPE.BLOCK_Q
@@ -296,18 +296,16 @@ def attention_kernel(
     head_tile = tile_of_item % SHAPE.HEAD_TILES
     split, num_splits, q_first, part = 0, 1, 0, 0
     if SHAPE.DECODE:
-        seq = item
-        if partial_out is not None:
-            batch = split_kv.DecodeBatch(
-                seq_lens, cu_seqlens_q, num_decodes, decode_tokens=BLOCK_Q,
-                target_splits=target_splits, sliding_window=window, ratio=None, most_entries=0,
-                round_up=True,
-            )  # fmt: skip
-            seq, _, split, num_splits, part = split_kv.find_split(
-                item, batch, SHAPE.NEW_KV, BLOCK_Q
-            )
+        batch = split_kv.DecodeBatch(
+            seq_lens, cu_seqlens_q, num_decodes, decode_tokens, target_splits, window,
+            ratio=None, most_entries=0,
+        )  # fmt: skip
+        seq, tile, split, num_splits, part = split_kv.find_split(
+            item, batch, partial_out is not None, SHAPE.NEW_KV, BLOCK_Q
+        )
         if seq >= num_decodes:
             return
+        q_first = tile * BLOCK_Q
     else:
         # Later tiles of a sequence see more keys: they start first.
         item = num_tiles - 1 - item
@@ -316,11 +314,12 @@ def attention_kernel(
     q_len = tl.load(cu_seqlens_q + seq + 1) - seq_start
     seq_len = tl.load(seq_lens + seq)
     context = seq_len - q_len  # negative in a padding sequence
+    if q_first >= q_len:
+        return
     if SHAPE.DECODE:
-        # Of a decode sequence all new tokens are in one query tile.
-        if (q_len == 0) | (q_len > BLOCK_Q):
+        if q_len > decode_tokens:
             return
-    elif (q_first >= q_len) | ((seq < num_decodes) & (q_len <= decode_tokens)):
+    elif (seq < num_decodes) & (q_len <= decode_tokens):
         return
 
     first_token = seq_start + q_first

@@ -1,4 +1,4 @@
-"""Launches of paged attention and of the merges."""
+"""Launches of paged attention."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..common import launching, strided
+from ..common import checks, launching, split_kv, strided
 from ..common.arch import Arch
-from ..common.checks import expect_head_dim, scale_kind
 from ..common.launching import arch_and_sms
-from ..common.merging import block_parts, merge_options, merge_partials_kernel, merge_splits_kernel
+from ..common.merging import merge_splits
 from ..common.query_tiles import LOG2E
-from ..common.tile_shapes import MAX_REGISTERS, tile_heads
+from ..common.tile_shapes import MAX_REGISTERS, MAX_ROWS, Config, tile_heads, tile_rows
 from .kernel import Scoring, TileShape, attention_kernel
-from .tiles import DecodePlan, plan_decode, select_config
+from .tiles import select_config, target_splits
 
 if TYPE_CHECKING:
     from .api import AttentionCall
@@ -24,68 +23,71 @@ def launch_attention(call: AttentionCall) -> torch.Tensor:
     """Launch a checked call; returns ``out``.
 
     In a mixed batch the host does not know how many new tokens the decode sequences have: decode
-    programs take those that fit their query tile and prefill programs all others.
+    programs take those that fit a query tile and prefill programs all others.
 
     Raises:
         NotImplementedError: as ``quire.kernels.paged_attention``.
     """
     num_heads, head_dim = call.q.shape[1:]
-    expect_head_dim("k_pages", head_dim)
+    num_kv_heads, quantized = call.k_pages.shape[2], call.k_scale is not None
+    checks.expect_head_dim("k_pages", head_dim)
     arch, num_sms = arch_and_sms(call.q)
+    dtype_bytes, mixed = call.q.element_size(), call.num_decodes < call.num_seqs
     decode_tokens = 0
     # Triton launches on the current device, whatever device the tensors are on.
     with torch.cuda.device_of(call.q):
         if call.num_decodes > 0:
-            plan = plan_decode(
+            # The longest sequence sizes the grid, and has at most all tokens.
+            tokens = 1 if mixed else min(call.max_seqlen_q, max(call.q.shape[0], MAX_ROWS))
+            rows = tile_rows(call.group, tokens)
+            tile = select_config(head_dim, dtype_bytes, arch, quantized=quantized, rows=rows)
+            block_q, _, head_tiles = tile_heads(call.group, tile.block_m)
+            limits = [n for n in (call.max_seq_len, call.sliding_window) if n is not None]
+            plan = split_kv.plan_decode(
                 num_decodes=call.num_decodes,
-                max_seqlen_q=call.max_seqlen_q if call.num_decodes == call.num_seqs else 1,
-                num_heads=num_heads,
-                num_kv_heads=call.k_pages.shape[2],
-                head_dim=head_dim,
-                num_sms=num_sms,
-                dtype_bytes=call.q.element_size(),
-                max_seq_len=call.max_seq_len,
-                sliding_window=call.sliding_window,
+                max_seqlen_q=tokens,
+                block_q=block_q,
+                target_splits=target_splits(num_sms, num_kv_heads, head_tiles),
+                row_numel=num_heads * (head_dim + 1),
+                max_keys=min(limits, default=None),
+                bounded=call.sliding_window is not None,
             )
-            decode_tokens = _launch(call, arch, plan)
-        if call.num_decodes < call.num_seqs or call.max_seqlen_q > decode_tokens:
-            _launch(call, arch, None, decode_tokens)
+            decode_tokens = plan.decode_tokens
+            partial_out, first_lse = plan.partials(head_dim, call.workspace, call.q.device)
+            _launch(call, arch, tile, decode_tokens, plan, partial_out, first_lse)
+            merge_splits(
+                call, plan, partial_out, first_lse, arch, dim=head_dim, block_q=block_q,
+                new_kv=call.paged_context,
+            )  # fmt: skip
+        if mixed:
+            tile = select_config(head_dim, dtype_bytes, arch, quantized=quantized, rows=None)
+            _launch(call, arch, tile, decode_tokens)
     return call.out
 
 
-def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tokens: int = 0) -> int:  # fmt: skip
-    """Launch decode (``plan``) or prefill (None); returns the tokens of a query tile."""
-    (_, num_heads, head_dim), num_kv_heads = call.q.shape, call.k_pages.shape[2]
+def _launch(
+    call: AttentionCall, arch: Arch, tile: Config, decode_tokens: int,
+    plan: split_kv.DecodePlan | None = None, partial_out: torch.Tensor | None = None,
+    first_lse: int = 0,
+) -> None:  # fmt: skip
+    """Launch decode (``plan``) or prefill (None)."""
+    head_dim, num_kv_heads = call.q.shape[2], call.k_pages.shape[2]
     k_pages, v_pages, k_scale, v_scale = call.k_pages, call.v_pages, call.k_scale, call.v_scale
-    scales = scale_kind(k_scale)
-    quantized = scales != "none"
-    tile = select_config(
-        head_dim,
-        call.q.element_size(),
-        arch,
-        quantized=quantized,
-        rows=None if plan is None else plan.block_m,
-    )
+    scales = checks.scale_kind(k_scale)
     block_q, heads, head_tiles = tile_heads(call.group, tile.block_m)
-    partial_out, first_lse, target_splits = None, 0, 0
     # Without the lengths on the host: each sequence adds at most one tile that is not full.
-    items = num_tiles = call.q.shape[0] // block_q + call.num_seqs
-    if plan is not None:
-        items, target_splits = plan.max_splits, plan.target_splits
-        partial_out, first_lse = launching.partials(
-            plan.workspace_numel, head_dim, call.workspace, call.q.device
-        )
+    num_tiles = call.q.shape[0] // block_q + call.num_seqs
+    items = num_tiles if plan is None else plan.max_items
     inner_scale, outer_scale = call.softmax_scale * LOG2E.value, None
     if call.softcap is not None:
         inner_scale = call.softmax_scale / call.softcap
         outer_scale = call.softcap * LOG2E.value
-    if quantized:  # as bytes: not every architecture has the type
+    if scales != "none":  # as bytes: not every architecture has the type
         k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
     if scales == "rows":
         k_scale, v_scale = strided.pages(k_scale), strided.pages(v_scale)
     elif scales == "number":  # Triton would compile a kernel for the number 1
         k_scale, v_scale = float(k_scale), float(v_scale)
-    out, lse = strided.rows(call.out), strided.lse_rows(call.lse)
     launching.launch(
         attention_kernel,
         (items * num_kv_heads * head_tiles,),
@@ -100,15 +102,15 @@ def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tok
         seq_lens=call.seq_lens,
         cu_seqlens_q=call.cu_seqlens_q,
         sinks=call.sinks,
-        out=out,
-        lse=lse,
+        out=strided.rows(call.out),
+        lse=strided.lse_rows(call.lse),
         partial_out=partial_out,
         first_lse=first_lse,
         num_seqs=call.num_seqs,
         num_decodes=call.num_decodes,
         decode_tokens=decode_tokens,
         num_tiles=num_tiles,
-        target_splits=target_splits,
+        target_splits=0 if plan is None else plan.target_splits,
         num_kv_heads=num_kv_heads,
         scoring=Scoring(call.sliding_window, inner_scale, outer_scale),
         SHAPE=TileShape(
@@ -122,7 +124,7 @@ def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tok
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             SCALES=scales,
-            WIDENS_E4M3=quantized and arch.widens_e4m3,
+            WIDENS_E4M3=scales != "none" and arch.widens_e4m3,
             NEW_KV=call.paged_context,
             DECODE=plan is not None,
         ),
@@ -130,57 +132,3 @@ def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tok
         num_stages=tile.num_stages,
         **arch.register_limit(MAX_REGISTERS),
     )
-    if partial_out is not None:
-        launching.launch(
-            merge_splits_kernel,
-            (call.num_decodes * num_heads,),
-            partial_out=partial_out,
-            first_lse=first_lse,
-            sinks=call.sinks,
-            cos_sin=None,
-            out=out,
-            lse=lse,
-            seq_lens=call.seq_lens,
-            cu_seqlens_q=call.cu_seqlens_q,
-            num_decodes=call.num_decodes,
-            decode_tokens=block_q,
-            target_splits=target_splits,
-            sliding_window=call.sliding_window,
-            ratio=None,
-            most_entries=0,
-            num_heads=num_heads,
-            NEW_KV=call.paged_context,
-            BLOCK_Q=block_q,
-            ROPE_DIM=0,
-            ROUND_UP=True,
-            EMPTY_LSE=float("-inf"),
-            **merge_options(arch, target_splits, head_dim),
-        )
-    return block_q
-
-
-def merge_partials(
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> torch.Tensor:
-    """Launch checked arguments, shaped as in ``quire.kernels.merge_partials``; returns ``out``."""
-    num_parts, num_tokens, num_heads, head_dim = partial_out.shape
-    with torch.cuda.device_of(out):
-        launching.launch(
-            merge_partials_kernel,
-            (num_tokens * num_heads,),
-            partial_out=strided.pages(partial_out),
-            partial_lse=strided.Pages(partial_lse, partial_lse.stride(0), 1, partial_lse.stride(1)),
-            sinks=sinks,
-            out=strided.rows(out),
-            lse=strided.lse_rows(lse),
-            num_parts=num_parts,
-            num_heads=num_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_PARTS=block_parts(num_parts, head_dim),
-            num_warps=4,
-        )
-    return out

@@ -1,4 +1,4 @@
-"""Launch choices of paged attention as pure functions of host integers: tiles, and split-KV decode.
+"""Launch choices of paged attention as pure functions of host integers.
 
 Tiles compile without spills for 16-bit and e4m3 pages, head_dim 64 to 512, on sm_80 and sm_90
 (``python -m bench.static``).
@@ -6,18 +6,10 @@ Tiles compile without spills for 16-bit and e4m3 pages, head_dim 64 to 512, on s
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..common.arch import Arch
-from ..common.tile_shapes import (
-    MAX_ROWS,
-    MIN_SPLIT_KEYS,
-    PROGRAMS_PER_SM,
-    Config,
-    tile_heads,
-    tile_rows,
-)
+from ..common.tile_shapes import PROGRAMS_PER_SM, Config
 
 _HOPPER = {
     32: Config(64, 64, 4, 3),
@@ -63,8 +55,8 @@ def select_config(
 ) -> Config:
     """Tile shape for queries of ``dtype_bytes`` and e4m3 (``quantized``) or other pages.
 
-    rows: of a decode, ``DecodePlan.block_m``, as far as registers allow; None: prefill. The tile
-    has as many of its stages as shared memory holds.
+    rows: wanted rows of a decode tile; None: prefill. The tile has as many of them as registers
+    allow, and as many of its stages as shared memory holds.
     """
     dim = max(32, head_dim)
     if dtype_bytes == 4:
@@ -91,42 +83,6 @@ def select_config(
     return replace(tile, num_stages=max(1, min(tile.num_stages, most)))
 
 
-@dataclass(frozen=True)
-class DecodePlan:
-    """Split of the decode part of a batch (`common.split_kv`)."""
-
-    block_m: int  # rows of the query tile
-    target_splits: int  # approximate KV splits of the whole batch
-    max_splits: int  # KV splits of the batch, at most
-    workspace_numel: int  # fp32 elements; 0 where no sequence can be split
-
-
-def plan_decode(
-    *,
-    num_decodes: int,
-    max_seqlen_q: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    num_sms: int,
-    dtype_bytes: int = 2,
-    max_seq_len: int | None = None,
-    sliding_window: int | None = None,
-) -> DecodePlan:
-    """Plan split-KV decode of ``num_decodes`` sequences of at most ``max_seqlen_q`` new tokens; a
-    longer one is still right, but not split.
-
-    Tiles of fp32 queries (dtype_bytes 4) have 16 rows only, and need no more workspace.
-    """
-    group = num_heads // num_kv_heads
-    block_m = tile_rows(group, max_seqlen_q, most=MAX_ROWS if dtype_bytes == 2 else 16)
-    block_q, _, head_tiles = tile_heads(group, block_m)
-    target_splits = max(1, PROGRAMS_PER_SM * num_sms // (num_kv_heads * head_tiles))
-    max_keys = min(x for x in (max_seq_len, sliding_window, sys.maxsize) if x is not None)
-    # A window bounds every sequence alike: with enough of them there is no long one to split.
-    enough = sliding_window is not None and num_decodes >= target_splits
-    if max_keys <= MIN_SPLIT_KEYS or enough:
-        return DecodePlan(block_m, target_splits, num_decodes, 0)
-    max_splits = target_splits + num_decodes
-    workspace_numel = max_splits * block_q * num_heads * (head_dim + 1)
-    return DecodePlan(block_m, target_splits, max_splits, workspace_numel)
+def target_splits(num_sms: int, num_kv_heads: int, head_tiles: int) -> int:
+    """Approximate KV splits of a batch: two resident programs an SM, and as many to even out the end."""
+    return max(1, PROGRAMS_PER_SM * num_sms // (num_kv_heads * head_tiles))

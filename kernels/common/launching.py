@@ -43,25 +43,6 @@ def without_buffer_operations() -> Iterator[None]:
         yield
 
 
-def partials(
-    numel: int, dim: int, workspace: torch.Tensor | None, device: torch.device
-) -> tuple[torch.Tensor | None, int]:
-    """Memory of ``numel`` elements for the partial results of KV splits: rows of ``dim`` values, then
-    the lse of each, which begin at the element that is returned with it.
-
-    No memory for 0 elements; ValueError if the workspace is smaller.
-    """
-    if numel == 0:
-        return None, 0
-    if workspace is None:
-        workspace = torch.empty(numel, dtype=torch.float32, device=device)
-    elif workspace.numel() < numel:
-        raise ValueError(
-            f"workspace: expected float32 [>= {numel}], got float32 [{workspace.numel()}]"
-        )
-    return workspace, numel // (dim + 1) * dim
-
-
 # What CPU tensors (the Triton interpreter) are launched for.
 INTERPRETER_ARCH = named("sm_90")
 INTERPRETER_SMS = 2

@@ -5,14 +5,19 @@
 Source: FlashInfer (arXiv 2501.01005) 2.2, attention states and their merge.
 """
 
+from __future__ import annotations
+
+import math
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
-from . import split_kv
+from . import launching, split_kv, strided
 from .arch import Arch
 from .query_tiles import LOG2E
+from .split_kv import DecodePlan
 
 # Registers of a thread of a merge of splits: few enough for five programs an SM.
 MERGE_REGISTERS = 96
@@ -88,12 +93,12 @@ def merge_splits_kernel(
     partial_out, first_lse, sinks, cos_sin, out, lse, seq_lens, cu_seqlens_q, num_decodes,
     decode_tokens, target_splits, sliding_window, ratio, most_entries, num_heads,
     NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
-    ROUND_UP: tl.constexpr, EMPTY_LSE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    EMPTY_LSE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Merge the KV splits of one head of one decode sequence, if it has several.
 
-    cos_sin: for the inverse RoPE of the trailing ROPE_DIM channels, or None. num_decodes ...
-    most_entries, ROUND_UP: as in ``split_kv.DecodeBatch``. EMPTY_LSE: lse of a query without keys.
+    cos_sin: for the inverse RoPE of the trailing ROPE_DIM channels, or None. EMPTY_LSE: lse of a
+    query without keys. num_decodes to most_entries: as in ``split_kv.DecodeBatch``.
     """
     seq = tl.program_id(0) // num_heads
     head = (tl.program_id(0) % num_heads).to(tl.int64)
@@ -106,7 +111,7 @@ def merge_splits_kernel(
         return
     batch = split_kv.DecodeBatch(
         seq_lens, cu_seqlens_q, num_decodes, decode_tokens, target_splits, sliding_window, ratio,
-        most_entries, ROUND_UP,
+        most_entries,
     )  # fmt: skip
     first, num_parts = split_kv.splits_of(seq, batch, NEW_KV, BLOCK_Q)
     if num_parts <= 1:
@@ -142,17 +147,54 @@ def merge_partials_kernel(
     _store(merged, merged_lse, out, lse, token, head, HEAD_DIM)
 
 
-def block_parts(num_parts: int, head_dim: int) -> int:
+def merge_splits(
+    call: Any, plan: DecodePlan, partial_out: torch.Tensor | None, first_lse: int, arch: Arch,
+    *, dim: int, block_q: int, new_kv: bool, cos_sin: torch.Tensor | None = None,
+    ratio: int | None = None, most_entries: int = 0, empty_lse: float = -math.inf,
+) -> None:  # fmt: skip
+    """Launch the merge of a call's decode, if any of it was split.
+
+    dim, block_q: channels of an output row, tokens of a query tile. Others: as in
+    ``merge_splits_kernel``.
+    """
+    if partial_out is None:
+        return
+    num_heads = call.q.shape[1]
+    launching.launch(
+        merge_splits_kernel, (call.num_decodes * num_heads,),
+        partial_out=partial_out, first_lse=first_lse, sinks=call.sinks,
+        cos_sin=strided.matrix(cos_sin), out=strided.rows(call.out), lse=strided.lse_rows(call.lse),
+        seq_lens=call.seq_lens, cu_seqlens_q=call.cu_seqlens_q, num_decodes=call.num_decodes,
+        decode_tokens=plan.decode_tokens, target_splits=plan.target_splits,
+        sliding_window=call.sliding_window, ratio=ratio, most_entries=most_entries,
+        num_heads=num_heads, NEW_KV=new_kv, BLOCK_Q=block_q, HEAD_DIM=dim,
+        ROPE_DIM=0 if cos_sin is None else cos_sin.shape[1], EMPTY_LSE=empty_lse,
+        BLOCK_PARTS=_block_parts(plan.target_splits, dim), num_warps=4,
+        **arch.register_limit(MERGE_REGISTERS),
+    )  # fmt: skip
+
+
+def merge_dense(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> torch.Tensor:
+    """Launch checked arguments, shaped as in ``quire.kernels.merge_partials``; returns ``out``."""
+    num_parts, num_tokens, num_heads, head_dim = partial_out.shape
+    with torch.cuda.device_of(out):
+        launching.launch(
+            merge_partials_kernel, (num_tokens * num_heads,),
+            partial_out=strided.pages(partial_out),
+            partial_lse=strided.Pages(partial_lse, partial_lse.stride(0), 1, partial_lse.stride(1)),
+            sinks=sinks, out=strided.rows(out), lse=strided.lse_rows(lse), num_parts=num_parts,
+            num_heads=num_heads, HEAD_DIM=head_dim, BLOCK_PARTS=_block_parts(num_parts, head_dim),
+            num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _block_parts(num_parts: int, head_dim: int) -> int:
     """Parts that are merged at once: all of a few, or what keeps a tile at 4096 values."""
     return min(triton.next_power_of_2(num_parts), max(8, 4096 // head_dim))
-
-
-def merge_options(arch: Arch, target_splits: int, head_dim: int) -> dict[str, Any]:
-    """Tile and launch options of ``merge_splits_kernel``."""
-    return {
-        "HEAD_DIM": head_dim,
-        # Of one query tile, however many others there are.
-        "BLOCK_PARTS": block_parts(target_splits, head_dim),
-        "num_warps": 4,
-        **arch.register_limit(MERGE_REGISTERS),
-    }

@@ -11,9 +11,6 @@ MAX_REGISTERS = 255
 PROGRAMS_PER_SM = 4
 # Rows of a query tile of decode, at most.
 MAX_ROWS = 64
-# Keys of a query tile whose keys are split, at least: with fewer a KV split costs more in the merge
-# than it wins in parallelism.
-MIN_SPLIT_KEYS = 256
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,6 @@ def tile_heads(group: int, block_m: int) -> tuple[int, int, int]:
     return block_m // heads, heads, -(-group // heads)
 
 
-def tile_rows(num_heads: int, tokens: int, most: int = MAX_ROWS) -> int:
-    """Rows, 16 to ``most``, of a query tile of up to ``tokens`` tokens of ``num_heads`` heads."""
-    return min(most, max(16, next_power_of_2(num_heads * max(1, tokens))))
+def tile_rows(num_heads: int, tokens: int) -> int:
+    """Rows, 16 to MAX_ROWS, of a query tile of up to ``tokens`` tokens of ``num_heads`` heads."""
+    return min(MAX_ROWS, max(16, next_power_of_2(num_heads * max(1, tokens))))

@@ -166,17 +166,17 @@ def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:
         num_sms: ``torch.cuda.get_device_properties(device).multi_processor_count``.
 
     Returns:
-        Elements: two partial rows of head_dim + 1 values for each of 64 query rows of a program on
-        each multiprocessor; twice what `tiles.plan_decode` asks for.
+        Elements: a partial row of head_dim + 1 values for each of 64 query rows of a program on each
+        multiprocessor.
 
     Raises:
         ValueError: a value is not a positive int.
 
-    Source: ``tiles.plan_decode``.
+    Source: FlashDecoding (split-KV).
     """
     checks.expect_int("head_dim", head_dim, 1)
     checks.expect_int("num_sms", num_sms, 1)
-    return 2 * num_sms * MAX_ROWS * (head_dim + 1)
+    return num_sms * MAX_ROWS * (head_dim + 1)
 
 
 def run(call: LatentCall, chosen: str) -> torch.Tensor:

@@ -268,17 +268,13 @@ def latent_kernel(
     item = tl.program_id(0) // SHAPE.HEAD_TILES
     split, num_splits, part = 0, 1, 0
     if SHAPE.DECODE:
-        if partial_out is not None:
-            batch = split_kv.DecodeBatch(
-                seq_lens, cu_seqlens_q, num_decodes, decode_tokens, target_splits,
-                sliding_window=window, ratio=ratio, most_entries=most_entries,
-                round_up=False,  # at most one wave of splits
-            )  # fmt: skip
-            found = split_kv.find_split(item, batch, SHAPE.NEW_KV, BLOCK_Q)
-            seq, tile, split, num_splits, part = found
-        else:
-            seq_tiles = tl.cdiv(decode_tokens, BLOCK_Q)
-            seq, tile = item // seq_tiles, item % seq_tiles
+        batch = split_kv.DecodeBatch(
+            seq_lens, cu_seqlens_q, num_decodes, decode_tokens, target_splits, window, ratio,
+            most_entries,
+        )  # fmt: skip
+        seq, tile, split, num_splits, part = split_kv.find_split(
+            item, batch, partial_out is not None, SHAPE.NEW_KV, BLOCK_Q
+        )
         if seq >= num_decodes:
             return
         q_first = tile * BLOCK_Q

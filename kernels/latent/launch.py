@@ -1,19 +1,21 @@
-"""Launches of latent attention: prefill, split-KV decode, and the merge of its splits."""
+"""Launches of latent attention."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from ..common import launching, strided
+from ..common import launching, split_kv, strided
 from ..common.arch import Arch
 from ..common.latent_pages import RowPages
 from ..common.launching import arch_and_sms
-from ..common.merging import merge_options, merge_splits_kernel
+from ..common.merging import merge_splits
 from ..common.query_tiles import LOG2E
-from ..common.tile_shapes import MAX_REGISTERS, MAX_ROWS, tile_heads
+from ..common.tile_shapes import MAX_REGISTERS, MAX_ROWS, Config, tile_heads
 from .call import LatentCall
 from .kernel import TileShape, latent_kernel
-from .tiles import DecodePlan, plan_decode, select_config
+from .tiles import select_config, target_splits
 
 
 def launch_attention(call: LatentCall) -> torch.Tensor:
@@ -23,60 +25,59 @@ def launch_attention(call: LatentCall) -> torch.Tensor:
     programs take those of up to ``decode_tokens`` and prefill programs all others.
     """
     arch, num_sms = arch_and_sms(call.q)
-    decode_tokens = 0
-    # Triton launches on the current device, whatever device the tensors are on.
-    with torch.cuda.device_of(call.q):
-        if call.num_decodes > 0:
-            max_seqlen_q = call.max_seqlen_q if call.num_decodes == call.num_seqs else 1
-            plan = plan_decode(
-                num_decodes=call.num_decodes,
-                max_seqlen_q=max_seqlen_q,
-                num_heads=call.q.shape[1],
-                head_dim=call.head_dim_v,
-                dtype_bytes=call.q.element_size(),
-                quantized=call.pages.fp8,
-                lists=call.lists,
-                max_keys=call.max_keys,
-                bounded=call.bounded,
-                arch=arch,
-                num_sms=num_sms,
-            )
-            decode_tokens = plan.decode_tokens
-            _launch(call, arch, plan, decode_tokens)
-        if call.num_decodes < call.num_seqs:
-            _launch(call, arch, None, decode_tokens)
-    return call.out
+    num_heads, mixed, decode_tokens = call.q.shape[1], call.num_decodes < call.num_seqs, 0
 
-
-def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens: int) -> None:
-    """Launch decode, or prefill if ``plan`` is None."""
-    num_heads, head_dim = call.q.shape[1:]
-    if plan is None:
+    def choose(tokens: int) -> tuple[Config, int, int]:
+        """Tile shape for tiles of up to ``tokens`` tokens, tokens of a tile, and its head tiles."""
         tile = select_config(
             dtype_bytes=call.q.element_size(),
             quantized=call.pages.fp8,
             arch=arch,
             num_heads=num_heads,
-            tokens=1 if call.lists else MAX_ROWS,
+            tokens=1 if call.lists else tokens,
         )
-    else:
-        tile = plan.config
-    block_q, heads, head_tiles = tile_heads(num_heads, tile.block_m)
-    block_q = 1 if call.lists else block_q
-    partial_out, first_lse, target_splits = None, 0, 0
+        block_q, _, head_tiles = tile_heads(num_heads, tile.block_m)
+        return tile, 1 if call.lists else block_q, head_tiles
+
+    # Triton launches on the current device, whatever device the tensors are on.
+    with torch.cuda.device_of(call.q):
+        if call.num_decodes > 0:
+            tokens = 1 if mixed else max(1, call.max_seqlen_q)
+            tile, block_q, head_tiles = choose(tokens)
+            plan = split_kv.plan_decode(
+                num_decodes=call.num_decodes,
+                max_seqlen_q=tokens,
+                block_q=block_q,
+                target_splits=target_splits(num_sms, tile, head_tiles),
+                row_numel=num_heads * (call.head_dim_v + 1),
+                max_keys=call.max_keys,
+                bounded=call.bounded,
+            )
+            decode_tokens = plan.decode_tokens
+            partial_out, first_lse = plan.partials(call.head_dim_v, call.workspace, call.q.device)
+            _launch(call, arch, tile, block_q, decode_tokens, plan, partial_out, first_lse)
+            merge_splits(
+                call, plan, partial_out, first_lse, arch, dim=call.head_dim_v, block_q=block_q,
+                new_kv=call.kv is not None, cos_sin=call.cos_sin, ratio=call.ratio,
+                most_entries=call.most_entries, empty_lse=math.inf if call.slots else -math.inf,
+            )  # fmt: skip
+        if mixed:
+            tile, block_q, _ = choose(MAX_ROWS)
+            _launch(call, arch, tile, block_q, decode_tokens)
+    return call.out
+
+
+def _launch(
+    call: LatentCall, arch: Arch, tile: Config, block_q: int, decode_tokens: int,
+    plan: split_kv.DecodePlan | None = None, partial_out: torch.Tensor | None = None,
+    first_lse: int = 0,
+) -> None:  # fmt: skip
+    """Launch decode (``plan``) or prefill (None)."""
+    num_heads, head_dim = call.q.shape[1:]
+    _, heads, head_tiles = tile_heads(num_heads, tile.block_m)
     # Without the lengths on the host: each sequence adds at most one tile that is not full.
-    items = num_tiles = call.q.shape[0] // block_q + call.num_seqs
-    if plan is not None:
-        items, target_splits = plan.max_items, plan.target_splits
-        partial_out, first_lse = launching.partials(
-            plan.workspace_numel, call.head_dim_v, call.workspace, call.q.device
-        )
-    rope_dim = 0 if call.cos_sin is None else call.cos_sin.shape[1]
-    cos_sin, out, lse = (
-        strided.matrix(call.cos_sin),
-        strided.rows(call.out),
-        strided.lse_rows(call.lse),
-    )
+    num_tiles = call.q.shape[0] // block_q + call.num_seqs
+    items = num_tiles if plan is None else plan.max_items
     launching.launch(
         latent_kernel,
         (items * head_tiles,),
@@ -93,16 +94,16 @@ def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens
         seq_lens=call.seq_lens,
         cu_seqlens_q=call.cu_seqlens_q,
         sinks=call.sinks,
-        cos_sin=cos_sin,
-        out=out,
-        lse=lse,
+        cos_sin=strided.matrix(call.cos_sin),
+        out=strided.rows(call.out),
+        lse=strided.lse_rows(call.lse),
         partial_out=partial_out,
         first_lse=first_lse,
         num_seqs=call.num_seqs,
         num_decodes=call.num_decodes,
         decode_tokens=decode_tokens,
         num_tiles=num_tiles,
-        target_splits=target_splits,
+        target_splits=0 if plan is None else plan.target_splits,
         page_room=call.page_room,
         entry_room=call.entry_room,
         most_entries=call.most_entries,
@@ -113,7 +114,7 @@ def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens
         SHAPE=TileShape(
             VALUE_DIM=call.head_dim_v,
             SCORE_DIM=head_dim - call.head_dim_v,
-            ROPE_DIM=rope_dim,
+            ROPE_DIM=0 if call.cos_sin is None else call.cos_sin.shape[1],
             NUM_HEADS=num_heads,
             BLOCK_Q=block_q,
             HEADS=heads,
@@ -131,32 +132,6 @@ def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens
         num_stages=tile.num_stages,
         **arch.register_limit(min(MAX_REGISTERS, 2048 // tile.num_warps)),
     )
-    if partial_out is not None:
-        launching.launch(
-            merge_splits_kernel,
-            (call.num_decodes * num_heads,),
-            partial_out=partial_out,
-            first_lse=first_lse,
-            sinks=call.sinks,
-            cos_sin=cos_sin,
-            out=out,
-            lse=lse,
-            seq_lens=call.seq_lens,
-            cu_seqlens_q=call.cu_seqlens_q,
-            num_decodes=call.num_decodes,
-            decode_tokens=decode_tokens,
-            target_splits=target_splits,
-            sliding_window=call.sliding_window,
-            ratio=call.ratio,
-            most_entries=call.most_entries,
-            num_heads=num_heads,
-            NEW_KV=call.kv is not None,
-            BLOCK_Q=block_q,
-            ROPE_DIM=rope_dim,
-            ROUND_UP=False,
-            EMPTY_LSE=float("inf") if call.slots else float("-inf"),
-            **merge_options(arch, target_splits, call.head_dim_v),
-        )
 
 
 def _paged_rows(pages: RowPages) -> strided.PagedMatrix:

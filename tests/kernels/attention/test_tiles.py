@@ -1,11 +1,14 @@
 """Launch choices of attention: tiles fit shared memory, plans and workspaces."""
 
+import itertools
+
 import pytest
 
-from quire.kernels import workspace_numel
+from quire.kernels import compressed_attention_workspace_numel, workspace_numel
 from quire.kernels.attention import tiles
 from quire.kernels.common import tile_shapes
 from quire.kernels.common.arch import named
+from quire.kernels.latent import tiles as latent_tiles
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 16, 17, 64, 160])
@@ -42,41 +45,28 @@ def test_every_config_fits_shared_memory(name, head_dim, dtype_bytes, page_bytes
         assert (keys + config.block_m) * head_dim * dtype_bytes <= limit
 
 
-def plan(**changes):
-    shape = dict(
-        num_decodes=4, max_seqlen_q=1, num_heads=8, num_kv_heads=2, head_dim=64, num_sms=10
-    )
-    return tiles.plan_decode(**shape | changes)
-
-
-def test_plan_decode():
-    assert plan() == tiles.DecodePlan(16, 20, 24, 24 * 4 * 8 * 65)
-    assert plan(max_seqlen_q=8).block_m == 32
-    assert plan(max_seqlen_q=100).block_m == 64
-    assert plan(max_seqlen_q=8, dtype_bytes=4).block_m == 16
-    assert plan(num_heads=128, num_kv_heads=1, max_seqlen_q=1).target_splits == 20
-    assert plan(num_sms=1, num_kv_heads=8).target_splits == 1
-
-
-def test_plan_decode_knows_when_nothing_can_be_split():
-    whole = tiles.DecodePlan(16, 20, 4, 0)
-    assert plan(max_seq_len=256) == whole
-    assert plan(max_seq_len=257) == plan()
-    assert plan(sliding_window=256) == whole
-    assert plan(sliding_window=257) == plan()
-    assert plan(num_decodes=20, sliding_window=4096).workspace_numel == 0
-    assert plan(num_decodes=20).workspace_numel > 0
-
-
-@pytest.mark.parametrize("num_heads", [2, 6, 16, 64, 128])
-@pytest.mark.parametrize("max_seqlen_q", [1, 4, 64])
-def test_workspace_numel_bounds_every_plan(num_heads, max_seqlen_q):
-    shape = dict(num_decodes=9, max_seqlen_q=max_seqlen_q, num_heads=num_heads, num_kv_heads=2)
-    shape |= dict(head_dim=64, num_sms=132)
-    bound = workspace_numel(**shape)
-    for dtype_bytes in (2, 4):
-        for limits in ({}, {"max_seq_len": 100}, {"sliding_window": 999}):
-            assert (
-                tiles.plan_decode(**shape, dtype_bytes=dtype_bytes, **limits).workspace_numel
-                <= bound
+@pytest.mark.parametrize("name", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("num_heads", [1, 5, 8, 40, 64, 65, 128])
+def test_the_stated_workspace_suffices(name, num_heads):
+    """Whatever the tiles are; ``workspace_numel`` serves ``mla_attention`` too."""
+    arch, sizes = named(name), dict(num_heads=num_heads, num_kv_heads=1, head_dim=512)
+    rules = itertools.product((False, True), (2, 4), (1, 3, 9), (1, 7, 132))
+    for quantized, dtype_bytes, tokens, num_sms in rules:
+        stated = workspace_numel(num_decodes=9, max_seqlen_q=tokens, num_sms=num_sms, **sizes)
+        rows = tile_shapes.tile_rows(num_heads, tokens)
+        tile = tiles.select_config(512, dtype_bytes, arch, quantized=quantized, rows=rows)
+        block_q, _, head_tiles = tile_shapes.tile_heads(num_heads, tile.block_m)
+        splits = tiles.target_splits(num_sms, 1, head_tiles)
+        assert splits * block_q * num_heads * 513 <= stated
+        for lists in (False, True):
+            tile = latent_tiles.select_config(
+                dtype_bytes=dtype_bytes, quantized=quantized, arch=arch, num_heads=num_heads,
+                tokens=1 if lists else tokens,
+            )  # fmt: skip
+            block_q, _, head_tiles = tile_shapes.tile_heads(num_heads, tile.block_m)
+            splits = latent_tiles.target_splits(num_sms, tile, head_tiles)
+            numel = splits * (1 if lists else block_q) * num_heads * 513
+            assert splits == 1 or numel <= compressed_attention_workspace_numel(
+                head_dim=512, num_sms=num_sms
             )
+            assert splits == 1 or numel <= stated

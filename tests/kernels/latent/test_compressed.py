@@ -1,23 +1,18 @@
 """``compressed_attention`` against the float64 oracle, both implementations, on batches full of poison."""
 
-import itertools
-
 import pytest
 import torch
 
-from quire.bench.static.limits import ARCHS
 from quire.kernels import (
     LatentPages,
     compressed_attention,
     compressed_attention_workspace_numel,
     flash_mla_with_kvcache,
     page_bytes,
-    workspace_numel,
 )
 from quire.kernels.common.arch import named
 from quire.kernels.common.launching import arch_and_sms
 from quire.kernels.latent import launch as latent_launch
-from quire.kernels.latent import tiles
 from tests.kernels.oracles.compressed_attention import read_row
 from tests.support.helpers import DEVICE, NAN, assert_attends, in_dtypes, needs_e4m3_conversions
 from tests.support.kernels.compressed_cases import Case, W, exactly, make_batch
@@ -181,44 +176,6 @@ def test_quantized_rows_are_read_exactly(arch, monkeypatch):
     )  # fmt: skip
     expected = torch.stack([read_row(pages, 1, row) for row in range(rows)])
     assert out[:, 0, 0].double().equal(expected.to(BF16).double())
-
-
-def plan(**changes):
-    shape = {
-        "num_decodes": 4, "max_seqlen_q": 1, "num_heads": 16, "head_dim": 512, "dtype_bytes": 2, "quantized": False,
-        "lists": True, "max_keys": 640, "bounded": True, "arch": named("sm_90"), "num_sms": 10,
-    }  # fmt: skip
-    return tiles.plan_decode(**shape | changes)
-
-
-def test_enough_query_tiles_are_not_split():
-    """Only if all have about as many keys; else one of them may be long."""
-    assert plan() == tiles.DecodePlan(tiles.Config(16, 32, 8, 3), 1, 40, 44, 40 * 16 * 513)
-    assert plan(num_decodes=40).workspace_numel == 0
-    assert plan(num_decodes=40, bounded=False).workspace_numel > 0
-    assert plan(max_keys=255).workspace_numel == 0
-    assert plan(num_heads=128, num_sms=2).workspace_numel == 0
-    assert plan(lists=False, max_seqlen_q=3).decode_tokens == 4
-
-
-@pytest.mark.parametrize("num_heads", [1, 5, 8, 16, 24, 64, 65, 80, 128])
-def test_the_stated_workspace_suffices(num_heads):
-    """Whatever the batch, the format, the architecture and the lengths are."""
-    for arch, quantized, lists in itertools.product(
-        map(named, ARCHS), (False, True), (False, True)
-    ):
-        for tokens, num_decodes, num_sms in itertools.product((1, 3, 9), (1, 300), (1, 7, 132)):
-            found = plan(
-                num_decodes=num_decodes, max_seqlen_q=tokens, num_heads=num_heads, quantized=quantized, lists=lists, max_keys=None,
-                bounded=False, arch=arch, num_sms=num_sms,
-            )  # fmt: skip
-            stated = compressed_attention_workspace_numel(head_dim=512, num_sms=num_sms)
-            assert found.workspace_numel <= stated
-            if not quantized:  # ``mla_attention``
-                stated = workspace_numel(
-                    num_decodes=num_decodes, max_seqlen_q=tokens, num_heads=num_heads, num_kv_heads=1, head_dim=512, num_sms=num_sms
-                )  # fmt: skip
-                assert found.workspace_numel <= stated
 
 
 def test_what_is_not_supported_says_so():
