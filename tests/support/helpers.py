@@ -29,6 +29,14 @@ def drawing(seed: int) -> tuple[torch.Generator, Callable[..., torch.Tensor]]:
     return generator, lambda *shape: torch.randn(shape, generator=generator).to(DEVICE)
 
 
+def wider(rows: torch.Tensor, before: int = 0, after: int = 8) -> torch.Tensor:
+    """The same rows between channels of NaN, as parts of wider ones."""
+    size = rows.shape[-1]
+    shape = (*rows.shape[:-1], before + size + after)
+    wide = torch.full(shape, NAN, dtype=rows.dtype, device=rows.device)[..., before : before + size]
+    return wide.copy_(rows)
+
+
 def needs_e4m3_conversions() -> None:
     """Skip a test of instructions that convert e4m3 on a device that has none, as sm_80."""
     arch, _ = launching.arch_and_sms(torch.empty(0, device=DEVICE))

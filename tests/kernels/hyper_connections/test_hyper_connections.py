@@ -1,6 +1,5 @@
 """collapse_streams and expand_streams, both implementations, against the oracle."""
 
-import dataclasses
 import math
 
 import pytest
@@ -10,86 +9,68 @@ from quire.bench.common.bounds import UNIT, bounded, bounding, rounded
 from quire.kernels import collapse_streams, expand_streams
 from quire.kernels.common import launching
 from tests.kernels.oracles import hyper_connections as reference
-from tests.support.helpers import DEVICE, NAN, assert_within_budget, drawing
+from tests.support.helpers import DEVICE, NAN, assert_within_budget, drawing, wider
 
-BF16, FP16 = torch.bfloat16, torch.float16
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One call.
-
-    shared: all streams of a token are one in memory, as before the first layer.
-    head: fn has n rows.
-    one_channel: only one channel of a token is not 0. Then a product has one term: fn rounded to 11
-        bits would be off by more than all sums may be.
-    sms: multiprocessors, among which few tokens are split.
-    """
-
-    num_tokens: int = 3
-    n: int = 4
-    hidden_size: int = 32
-    dtype: torch.dtype = torch.float32
-    iterations: int = 20
-    norm: torch.dtype = torch.float32
-    shared: bool = False
-    head: bool = False
-    eps: float = 1e-6
-    one_channel: bool = False
-    sms: int = 2
-
-
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ONE_CHANNEL = dict(num_tokens=5, iterations=1, one_channel=True)
+TWO_STREAMS = dict(num_tokens=2, n=2, hidden_size=130, iterations=2)
+# Arguments of `make`; sms: multiprocessors, among which few tokens are split.
 CASES = {
-    "fp32": Case(),
-    "one-token": Case(num_tokens=1),
-    "no-tokens": Case(num_tokens=0),
-    "more-tokens-than-a-tile": Case(num_tokens=19, hidden_size=16, iterations=2),
-    "channels-of-no-power-of-two": Case(hidden_size=40),
-    "several-tiles-of-a-stream": Case(num_tokens=2, hidden_size=200),
-    "four-splits": Case(2, 2, 130, iterations=2, sms=132),
-    "splits-of-two-lengths": Case(2, 2, 130, iterations=2, sms=3),
-    "one-split": Case(2, 2, 130, iterations=2, sms=1),
-    "two-tiles-of-tokens": Case(70, 1, 16, iterations=1, sms=3),
-    "one-column-normalization": Case(iterations=1),
-    "two": Case(iterations=2),
-    "three": Case(iterations=3),
-    "large-eps": Case(iterations=3, eps=0.3),
-    "one-stream": Case(n=1),
-    "three-streams": Case(n=3, hidden_size=24),
-    "five-streams": Case(n=5, hidden_size=16, iterations=4),
-    "bf16": Case(dtype=BF16, norm=BF16),
-    "fp16": Case(dtype=FP16),
-    "shared": Case(shared=True),
-    "head": Case(head=True),
-    "head-bf16": Case(head=True, dtype=BF16),
-    "one-channel": Case(5, iterations=1, one_channel=True),
-    "one-channel-bf16": Case(5, dtype=BF16, iterations=1, one_channel=True),
-    "one-channel-fp16": Case(5, dtype=FP16, iterations=1, one_channel=True),
+    "fp32": dict(),
+    "one-token": dict(num_tokens=1),
+    "no-tokens": dict(num_tokens=0),
+    "more-tokens-than-a-tile": dict(num_tokens=19, hidden_size=16, iterations=2),
+    "channels-of-no-power-of-two": dict(hidden_size=40),
+    "several-tiles-of-a-stream": dict(num_tokens=2, hidden_size=200),
+    "four-splits": TWO_STREAMS | dict(sms=132),
+    "splits-of-two-lengths": TWO_STREAMS | dict(sms=3),
+    "one-split": TWO_STREAMS | dict(sms=1),
+    "two-tiles-of-tokens": dict(num_tokens=70, n=1, hidden_size=16, iterations=1, sms=3),
+    "one-column-normalization": dict(iterations=1),
+    "two": dict(iterations=2),
+    "large-eps": dict(iterations=3, eps=0.3),
+    "one-stream": dict(n=1),
+    "three-streams": dict(n=3, hidden_size=24),
+    "five-streams": dict(n=5, hidden_size=16, iterations=4),
+    "bf16": dict(dtype=BF16, norm=BF16),
+    "fp16": dict(dtype=FP16),
+    "shared": dict(shared=True),
+    "head": dict(head=True),
+    "head-bf16": dict(head=True, dtype=BF16),
+    "one-channel": ONE_CHANNEL,
+    "one-channel-bf16": ONE_CHANNEL | dict(dtype=BF16),
+    "one-channel-fp16": ONE_CHANNEL | dict(dtype=FP16),
 }
 
 
-def make_call(case, seed=3):
-    """Keyword arguments of ``collapse_streams``; tokens are parts of wider rows."""
-    _, normal = drawing(seed)
-    t, n, size = case.num_tokens, case.n, case.hidden_size
-    streams = normal(t, n + 1, size + 16).to(case.dtype)[:, 1:, 16:]
-    if case.shared:
+def make(
+    num_tokens=3, n=4, hidden_size=32, dtype=FP32, iterations=20, norm=FP32, shared=False,
+    head=False, eps=1e-6, one_channel=False,
+):  # fmt: skip
+    """Arguments of ``collapse_streams``; tokens are parts of wider rows.
+
+    shared: all streams of a token are one in memory, as before the first layer. head: fn has n rows.
+    one_channel: only one channel of a token is not 0. Then a product has one term: fn rounded to 11
+        bits would be off by more than all sums may be.
+    """
+    _, normal = drawing(3)
+    streams = normal(num_tokens, n + 1, hidden_size + 16).to(dtype)[:, 1:, 16:]
+    if shared:
         streams = streams[:, :1].expand(-1, n, -1)
-    if case.one_channel:
-        one = torch.zeros_like(streams)
+    if one_channel:
+        streams = torch.zeros_like(streams)
         for i, channel in enumerate((0, 3, 30, 64, 127)):
-            one[i].view(-1)[channel] = 1.0 + i
-        streams = one
-    rows = n if case.head else (2 + n) * n
+            streams[i].view(-1)[channel] = 1.0 + i
+    rows = n if head else (2 + n) * n
     return {
         "streams": streams,
-        "fn": normal(rows, n * size + 8)[:, 8:] * (n * size) ** -0.5,
+        "fn": wider(normal(rows, n * hidden_size) * (n * hidden_size) ** -0.5),
         "base": normal(rows) / 2,
-        "scale": 1 + 0.3 * normal(1 if case.head else 3),
-        "norm_weight": (1 + 0.3 * normal(size)).to(case.norm),
+        "scale": 1 + 0.3 * normal(1 if head else 3),
+        "norm_weight": (1 + 0.3 * normal(hidden_size)).to(norm),
         "norm_eps": 1e-3,
-        "eps": case.eps,
-        "iterations": case.iterations,
+        "eps": eps,
+        "iterations": iterations,
     }
 
 
@@ -116,41 +97,42 @@ def sinkhorn_bound(softmax, exact, iterations):
 
 @pytest.mark.parametrize("name", CASES)
 def test_collapse(impl, name, monkeypatch):
-    case = CASES[name]
-    monkeypatch.setattr(launching, "INTERPRETER_SMS", case.sms)
-    call = make_call(case)
+    case = {"sms": 2} | CASES[name]
+    monkeypatch.setattr(launching, "INTERPRETER_SMS", case.pop("sms"))
+    call = make(**case)
+    streams, n = call["streams"], call["streams"].shape[1]
     out, post, comb = collapse_streams(**call, impl=impl)
-    assert out.shape == (case.num_tokens, case.hidden_size) and out.dtype == case.dtype
-    assert (post is None) == (comb is None) == case.head
-    for t, x in enumerate(call["streams"].double()):
+    assert out.shape == streams[:, 0].shape and out.dtype == streams.dtype
+    assert (post is None) == (comb is None) == (len(call["fn"]) == n)
+    for t, x in enumerate(streams.double()):
         with bounding():
             mixes = reference.mixes(x, call["fn"], call["norm_eps"])
             pre, exact_post, softmax = reference.weights(
-                mixes, call["base"], call["scale"], call["eps"], case.n
+                mixes, call["base"], call["scale"], call["eps"], n
             )
             exact = reference.collapsed(
-                x, pre, call["norm_weight"], call["norm_eps"], lambda u: rounded(u, case.dtype)
+                x, pre, call["norm_weight"], call["norm_eps"], lambda u: rounded(u, out.dtype)
             )
         assert_within_budget(f"out of {t}", out[t], exact)
-        if not case.head:
+        if post is not None:
             assert_within_budget(f"post of {t}", post[t], exact_post)
             exact = reference.sinkhorn(softmax.value, call["eps"], call["iterations"])
             exact = sinkhorn_bound(softmax, exact, call["iterations"])
             assert_within_budget(f"comb of {t}", comb[t], exact)
 
 
-def make_expand(case, k, seed=5):
-    """Keyword arguments of ``expand_streams``; k: rows of a token that are added to y."""
-    generator = torch.Generator().manual_seed(seed)
-    streams = make_call(case)["streams"]
-    t, n, size = streams.shape
+def make_expand(k, **case):
+    """Arguments of ``expand_streams``; k: rows of a token that are added to y."""
+    generator, normal = drawing(5)
+    streams = make(**case)["streams"]
+    (t, n, size), dtype = streams.shape, streams.dtype
     return {
         "streams": streams,
-        "y": torch.randn(t, size + 8, generator=generator).to(DEVICE, case.dtype)[:, 8:],
+        "y": wider(normal(t, size).to(dtype)),
         "post": torch.rand(t, n, generator=generator).to(DEVICE) * 2,
         "comb": torch.rand(t, n, n, generator=generator).to(DEVICE),
-        "rows": torch.randn(t * k, size, generator=generator).to(DEVICE, case.dtype) if k else None,
-        "weights": torch.randn(t, k, generator=generator).to(DEVICE) if k else None,
+        "rows": normal(t * k, size).to(dtype) if k else None,
+        "weights": normal(t, k) if k else None,
     }
 
 
@@ -166,61 +148,52 @@ EXPANDED = [
 
 @pytest.mark.parametrize(("name", "k"), EXPANDED)
 def test_expand(impl, name, k):
-    case = CASES[name]
-    call = make_expand(case, k)
-    streams, dtype = call["streams"], case.dtype
+    call = make_expand(k, **CASES[name])
+    streams, dtype = call["streams"], call["streams"].dtype
     out = expand_streams(**call, impl=impl)
     assert out.shape == streams.shape and out.dtype == dtype and out.is_contiguous()
-    for i in range(len(streams)):
+    for i, x in enumerate(streams.double()):
         with bounding():
-            rows = None if k == 0 else call["rows"][i * k : (i + 1) * k].double()
-            weights = None if k == 0 else call["weights"][i].double()
+            rows = call["rows"][i * k : (i + 1) * k].double() if k else None
+            weights = call["weights"][i].double() if k else None
             y = reference.written(call["y"][i].double(), rows, weights)
             if impl == "torch" and k:
                 y = rounded(y, dtype)
             mixing = call["post"][i].to(dtype).double(), call["comb"][i].to(dtype).double()
-            terms = reference.expanded(streams[i].double(), y, *mixing)
+            terms = reference.expanded(x, y, *mixing)
             if impl == "torch":
                 terms = [rounded(term, dtype) for term in terms]
             exact = terms[0] + terms[1]
         assert_within_budget(f"token {i}", out[i], exact)
 
 
-def test_rows_are_added_in_their_order(impl):
+@pytest.mark.parametrize(("y", "weights", "total"), [
+    (0.0, [2**24, 1, -(2**24)], 0), (0.0, [2**24, -(2**24), 1], 1), (1.0, [2**24, -(2**24)], 0),
+    (-(2.0**24), [2**24, 1], 1),
+])  # fmt: skip
+def test_rows_are_added_in_their_order(impl, y, weights, total):
     """Terms of 2^24, 1 and -2^24 in fp32, y first: their sum depends on its order alone."""
-    big = 2.0**24
-    for y, weights, total in (
-        (0.0, [big, 1.0, -big], 0.0),
-        (0.0, [big, -big, 1.0], 1.0),
-        (1.0, [big, -big], 0.0),
-        (-big, [big, 1.0], 1.0),
-    ):
-        call = make_expand(Case(num_tokens=2, n=2, hidden_size=16), len(weights))
-        call["y"] = torch.full((2, 16), y, device=DEVICE)
-        call["weights"][:] = torch.tensor(weights)
-        call["post"].fill_(1)
-        call["comb"].zero_()
-        call["rows"].fill_(1)
-        assert expand_streams(**call, impl=impl).eq(total).all()
+    call = make_expand(len(weights), num_tokens=2, n=2, hidden_size=16)
+    call["weights"][:] = torch.tensor(weights)
+    for name, value in (("y", y), ("post", 1), ("comb", 0), ("rows", 1)):
+        call[name].fill_(value)
+    assert expand_streams(**call, impl=impl).eq(total).all()
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN")  # the interpreter's maximum
 def test_padding_rows(impl):
     """NaN in the streams, rows or weights of a token stays with it; zeros stay finite."""
-    call = make_call(Case(num_tokens=19))
-    streams = call.pop("streams").clone()
-    expected = collapse_streams(streams, **call, impl=impl)
-    streams[::2] = NAN
-    got = collapse_streams(streams, **call, impl=impl)
-    for name, a, b in zip(("out", "post", "comb"), got, expected, strict=True):
-        assert a[1::2].equal(b[1::2]), name
-        assert a[::2].isnan().all(), name
-    zeros = collapse_streams(torch.zeros_like(streams), **call, impl=impl)
-    assert all(part.isfinite().all() for part in zeros)
+    call = make(num_tokens=19)
+    expected = collapse_streams(**call, impl=impl)
+    call["streams"][::2] = NAN
+    got = collapse_streams(**call, impl=impl)
+    for a, b in zip(got, expected, strict=True):
+        assert a[1::2].equal(b[1::2]) and a[::2].isnan().all()
+    call["streams"].zero_()
+    assert all(part.isfinite().all() for part in collapse_streams(**call, impl=impl))
     for name in ("streams", "rows", "weights"):
-        call = make_expand(Case(num_tokens=4), 2)
+        call = make_expand(2, num_tokens=4)
         expected = expand_streams(**call, impl=impl)
-        call[name] = call[name].clone()
         call[name].unflatten(0, (4, -1))[1::2] = NAN
         out = expand_streams(**call, impl=impl)
         assert out[::2].equal(expected[::2]) and out[1::2].isnan().all()

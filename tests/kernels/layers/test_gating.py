@@ -1,14 +1,12 @@
 """gated_product, both implementations, against the oracle."""
 
-import math
-
 import pytest
 import torch
 
 from quire.bench.common.bounds import bounding
 from quire.kernels import gated_product
 from tests.kernels.oracles import gating as reference
-from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.helpers import DEVICE, NAN, assert_within_budget, drawing
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SILU, GELU = {"activation": "silu"}, {"activation": "gelu_tanh"}
@@ -38,8 +36,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_gated_product(impl, name):
     num_rows, width, options, dtype, layout, scale = CASES[name]
-    merged = torch.randn(num_rows, 2 * width, generator=torch.Generator().manual_seed(0)) * scale
-    merged = merged.to(DEVICE, dtype)
+    merged = (drawing(0)[1](num_rows, 2 * width) * scale).to(dtype)
     gate, up = merged.chunk(2, dim=1)
     if layout == "interleaved":
         gate, up = merged[:, 0::2], merged[:, 1::2]
@@ -49,18 +46,15 @@ def test_gated_product(impl, name):
     with bounding():
         exact = reference.gated_product(gate, up, **options)
     out = gated_product(gate, up, **options, impl=impl)
-    assert merged.equal(before)
-    assert out.dtype == dtype and out.is_contiguous()
+    assert merged.equal(before) and out.dtype == dtype and out.is_contiguous()
     assert_within_budget("out", out, exact)
 
 
-def test_numbers_that_overflow_an_exponential(impl):
+@pytest.mark.parametrize("options", [SILU, GELU, GPT_OSS], ids=["silu", "gelu", "gpt-oss"])
+def test_numbers_that_overflow_an_exponential(impl, options):
     """Gates far below zero give zeros, those far above themselves; a NaN stays one."""
-    gate = torch.tensor([[-1e4, -90.0, 0.0, 1e4, NAN, 3.0]], device=DEVICE)
-    up = torch.tensor([[3.0, 3.0, 3.0, 3.0, 3.0, NAN]], device=DEVICE)
-    for options in (SILU, GELU):
-        out = gated_product(gate, up, **options, impl=impl)[0].tolist()
-        assert math.isclose(out[0], 0.0, abs_tol=1e-30) and math.isclose(out[1], 0, abs_tol=1e-30)
-        assert out[2] == 0 and out[3] == 3e4 and math.isnan(out[4]) and math.isnan(out[5])
-    out = gated_product(gate, up, **GPT_OSS, impl=impl)[0]
-    assert out.isnan().tolist() == [False] * 4 + [True] * 2
+    gate = torch.tensor([-1e4, -90.0, 0.0, 1e4, NAN, 3.0], device=DEVICE)
+    up = torch.tensor([3.0, 3.0, 3.0, 3.0, 3.0, NAN], device=DEVICE)
+    out = gated_product(gate[None], up[None], **options, impl=impl)[0]
+    assert out[:3].abs().max() < 1e-30 and out[2] == 0 and out[4:].isnan().all()
+    assert out[3] == 3e4 or "limit" in options

@@ -9,7 +9,7 @@ from quire.bench.common.bounds import UNIT, bounded
 from quire.kernels import sample_tokens
 from quire.kernels.layers import sampling
 from tests.kernels.oracles import sampling as reference
-from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.helpers import DEVICE, NAN, assert_within_budget, drawing, wider
 
 # temperature, top_k, top_p, min_p
 GREEDY = (0.0, 3, 0.5, 0.5)
@@ -41,16 +41,15 @@ CASES = {
 }
 
 
-def make_logits(num_rows, vocab_size, step=None, dtype=torch.float32, missing=0, seed=6):
+def make_logits(num_rows, vocab_size, step=None, dtype=torch.float32, missing=0):
     """Rows of a wider product; no row lacks its largest logits."""
-    generator = torch.Generator().manual_seed(seed)
-    wide = 2 * torch.randn(num_rows, vocab_size + 8, generator=generator)
+    logits = 2 * drawing(6)[1](num_rows, vocab_size)
     if step:
-        wide = (wide / step).round() * step
-    logits = wide.to(dtype)[:, 8:]
+        logits = (logits / step).round() * step
+    logits = wider(logits.to(dtype))
     if missing:
         logits.scatter_(1, logits.float().argsort(dim=1)[:, :missing], -torch.inf)
-    return logits.to(DEVICE)
+    return logits
 
 
 def make_call(logits, filters, u):
