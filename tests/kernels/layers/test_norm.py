@@ -6,7 +6,7 @@ import torch
 from quire.bench.common.bounds import bounding
 from quire.kernels import residual_norm
 from tests.kernels.oracles import norm as reference
-from tests.support.helpers import DEVICE, NAN, assert_within_budget, drawing, wider
+from tests.support.helpers import NAN, assert_within_budget, drawing, wider
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Arguments of `make`.
