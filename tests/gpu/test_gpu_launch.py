@@ -78,9 +78,7 @@ def pooling(q_lens, **options):
 
 
 def latent_rows(q_lens):
-    call = latent_cases.make_call(latent_cases.FP8)
-    pages, _ = latent_cases.make_pages(latent_cases.FP8, 4)
-    return call | {"pages": pages}
+    return latent_cases.make(**latent_cases.FP8)
 
 
 def sampling(q_lens):
