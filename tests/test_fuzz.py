@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from quire.bench.common.hf_checkpoint import save_checkpoint
-from quire.bench.replay.loaders import LOADERS
+from quire.bench.common.traces import LOADERS
 from quire.models.chat import ChatTemplate
 from quire.models.config.hf import load_config
 from quire.models.config.named import get_config

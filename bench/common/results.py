@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,25 @@ def aligned(rows: list[tuple[str, ...]], left: int = 1) -> list[str]:
         cells += [cell.rjust(width) for cell, width in sized[left:]]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def table(rows: Iterable[dict[str, Any]], columns: Sequence[tuple[Any, ...]], left: int = 1) -> str:
+    """Rows as aligned text.
+
+    Args:
+        columns: (title, key of a row, format, factor; default: 1); "-" for a value that is None.
+        left: columns to the left, see `aligned`.
+    """
+    lines = [tuple(title for title, *_ in columns)]
+    for row in rows:
+        cells = (
+            "-"
+            if row.get(key) is None
+            else format(factor[0] * row[key] if factor else row[key], form)
+            for _, key, form, *factor in columns
+        )
+        lines.append(tuple(cells))
+    return "\n".join(aligned(lines, left))
 
 
 def one_line(error: Exception) -> str:

@@ -1,84 +1,199 @@
-"""Request traces in Mooncake's format: one JSON object a line, prompts as ids of their 512-token
-blocks.
+"""Request traces in three public formats, one JSON object a line.
 
-    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ...]}
+    mooncake  kvcache-ai, ``FAST25-release/traces``: ids of 512 prompt tokens, times in ms
+    bailian   alibaba-edu, ``qwen-bailian-usagetraces-anon``: ids of 16 prompt tokens
+    weka      agentic coding sessions, one object each (a file, a folder of files, or one a line);
+              ids of ``block_size`` prompt tokens, of one session or "global"
 
-Equal ids stand for equal tokens after equal prefixes. An id is expanded to pseudo-random tokens that
-depend on it alone, so prompts share the prefixes that they shared where the trace was taken.
-
-Source: Mooncake (kvcache-ai), ``FAST25-release/traces``.
+Files ending in ``.xz`` are decompressed. Equal ids after equal prefixes stand for equal tokens.
+Readers raise ValueError for a bad line, an empty file, or one that cannot be read; it names file,
+line and fault.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import lzma
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from .workload import Turn, Workload, check_size, scaled
-
-BLOCK_TOKENS = 512
-MAX_LENGTH, MAX_TIME = 1 << 26, 1 << 53  # tokens of a request; ms
+BLOCK_TOKENS = 512  # of Mooncake
+MAX_BLOCK = 1 << 16
+MAX_LENGTH = 1 << 26  # tokens of a request
 MAX_LINE = 1 << 26  # bytes; a longer line is read in parts, which are no JSON
-NUM_GROUPS = 5  # parts of the trace that results are grouped by
+ANSWER_TOKENS = 1 << 30  # token ids from here on are answers that no later prompt repeats
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TraceRequest:
-    """One line of a trace.
+    """One prompt and the length of its answer.
 
     Attributes:
-        timestamp: ms since the start.
-        input_length, output_length: tokens.
-        hash_ids: one id per started block of 512 prompt tokens.
+        arrival: seconds since the start.
+        input, output: tokens. Output 0 is a look-up: it asks for a hit and runs nothing.
+        ids: [n] int64, one for each block of `ids_block_size` tokens. The first
+            ceil(input / ids_block_size) cover the prompt; further ones go on into a known answer.
+        scope: requests of different scopes share nothing (tenants, or ids local to a session).
     """
 
-    timestamp: int
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
+    arrival: float
+    input: int
+    output: int
+    ids: np.ndarray = field(repr=False)
+    ids_block_size: int
+    scope: str = ""
+
+    def __post_init__(self) -> None:
+        lengths = f"{self.input} and {self.output}"
+        if self.input < 1 or self.output < 0:
+            raise ValueError(f"request: expected input >= 1 and output >= 0, got {lengths}")
+        if self.input + self.output > MAX_LENGTH:
+            raise ValueError(f"request: expected at most {MAX_LENGTH} tokens, got {lengths}")
+        if not math.isfinite(self.arrival):
+            raise ValueError(f"arrival: expected a finite time, got {self.arrival}")
+        needed, found = -(-self.input // self.ids_block_size), len(self.ids)
+        if found < needed:
+            raise ValueError(
+                f"hash_ids: expected {needed} ids for {self.input} tokens, got {found}"
+            )
+
+    def tokens(self, number: int) -> np.ndarray:
+        """Token ids [input + output] int32 of prompt and answer.
+
+        Args:
+            number: place of the request in the trace; makes the tokens of an unknown answer unique.
+        """
+        size, length = self.ids_block_size, self.input + self.output
+        known = min(len(self.ids) * size, length)
+        if known < length:
+            known = self.input  # the rest of the last block is not of this answer
+        blocks = self.ids[: -(-known // size), None] * size + np.arange(size)
+        answer = (number * 65536 + np.arange(length - known)) % ANSWER_TOKENS
+        return np.concatenate([blocks.ravel()[:known], ANSWER_TOKENS + answer]).astype(np.int32)
 
 
-def read_trace(path: str | Path, *, limit: int | None = None) -> list[TraceRequest]:
-    """The first ``limit`` requests of a trace (None = all), in the order of the file.
+class Numbering:
+    """Replace ids of any hashable type by small integers; token ids made from them have 31 bits."""
+
+    def __init__(self, block_size: int) -> None:
+        self._limit = ANSWER_TOKENS // block_size
+        self._numbers: dict[object, int] = {}
+
+    def __call__(self, ids: Sequence[object]) -> np.ndarray:
+        """Numbers [n] int64, equal for equal ids; raises ValueError for too many distinct ids."""
+        numbers = self._numbers
+        result = np.array([numbers.setdefault(i, len(numbers)) for i in ids], dtype=np.int64)
+        if len(numbers) > self._limit:
+            raise ValueError(f"ids: expected at most {self._limit} distinct ones, got more")
+        return result
+
+
+def load_lines(
+    path: str | Path, limit: int | None = None, *, size: int, unit: int
+) -> list[TraceRequest]:
+    """The first `limit` requests (None: all) of a file with one a line, in its order.
 
     Args:
-        path: JSONL, compressed when the name ends in ``.xz``.
-
-    Raises:
-        ValueError: a bad line, a file without requests, or one that cannot be read; names file,
-            line and fault.
+        size: tokens of a block.
+        unit: timestamps of a second.
     """
-    check_size(limit, 1.0)
+    number = Numbering(size)
+    requests = [
+        _request(row, where, number, size, ("timestamp", "input_length", "output_length"), unit)
+        for where, row in islice(_objects(path), limit)
+    ]
+    return _some(requests, path)
+
+
+def load_weka(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
+    """The first `limit` requests of sessions and their subagents, in the order of their times.
+
+    Each session starts at its own recorded time. A prompt whose last, partial block has no id ends
+    in tokens of its own.
+    """
     requests: list[TraceRequest] = []
-    for where, row in read_objects(path):
-        if len(requests) == limit:
-            break
-        requests.append(_request(row, where))
-    return expect_some(requests, path)
+    numbers: dict[int, Numbering] = {}
+    path = Path(path)
+    files = sorted(path.glob("*.json*")) if path.is_dir() else [path]
+    for session, (where, trace) in enumerate(pair for file in files for pair in _objects(file)):
+        size = _field(trace, "block_size", int, where)
+        if not 1 <= size <= MAX_BLOCK:
+            raise ValueError(f"trace: {where}: block_size: expected 1..{MAX_BLOCK}, got {size}")
+        number = numbers.setdefault(size, Numbering(size))
+        scope = trace.get("hash_id_scope", "local")
+        if scope not in ("local", "global"):
+            raise ValueError(
+                f"trace: {where}: hash_id_scope: expected 'local' or 'global', got {scope!r:.60}"
+            )
+        name = "" if scope == "global" else str(trace.get("id", session))
+        for row in _calls(trace, where):
+            length, ids = _field(row, "in", int, where), _field(row, "hash_ids", list, where)
+            if length % size and len(ids) == length // size:
+                row = row | {"hash_ids": [*ids, ("tail", session, len(requests))]}
+            requests.append(_request(row, where, number, size, ("t", "in", "out"), scope=name))
+    requests.sort(key=lambda r: r.arrival)
+    return _some(requests[:limit], path)
 
 
-def _request(row: dict[str, Any], where: str) -> TraceRequest:
-    timestamp = value_of(row, "timestamp", int, where, 0, MAX_TIME)
-    names = ("input_length", "output_length")
-    lengths = [value_of(row, name, int, where, 1, MAX_LENGTH) for name in names]
-    ids, needed = value_of(row, "hash_ids", list, where), -(-lengths[0] // BLOCK_TOKENS)
-    if len(ids) != needed or not all(type(i) is int and i >= 0 for i in ids):
-        raise ValueError(
-            f"trace: {where}: hash_ids: expected {needed} ints >= 0 for {lengths[0]} tokens, "
-            f"got {ids!r:.60}"
-        )
-    return TraceRequest(timestamp, *lengths, tuple(ids))
+load_mooncake = partial(load_lines, size=BLOCK_TOKENS, unit=1000)
+LOADERS: dict[str, Callable[[str | Path, int | None], list[TraceRequest]]] = {
+    "mooncake": load_mooncake,
+    "bailian": partial(load_lines, size=16, unit=1),
+    "weka": load_weka,
+}
 
 
-def read_objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _calls(trace: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    """Model calls of a session and of its subagents."""
+    for row in _field(trace, "requests", list, where):
+        if not isinstance(row, dict):
+            raise ValueError(f"trace: {where}: requests: expected objects, got {row!r:.60}")
+        if row.get("type") == "subagent":
+            yield from _calls(row, where)
+        else:
+            yield row
+
+
+def _request(
+    row: dict[str, Any], where: str, number: Numbering, size: int, names: tuple[str, str, str],
+    unit: int = 1, scope: str = "",
+) -> TraceRequest:  # fmt: skip
+    """The request of a row with these fields of time and lengths; an answer has a token or more."""
+    time = _field(row, names[0], (int, float), where)
+    length, output = (_field(row, name, int, where) for name in names[1:])
+    ids = _field(row, "hash_ids", list, where)
+    try:
+        known = number(ids[: -(-length // size)])
+        return TraceRequest(float(time) / unit, length, output or 1, known, size, scope)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"trace: {where}: {error}") from error
+
+
+def _field(row: dict[str, Any], name: str, kind: Any, where: str) -> Any:
+    """A field of an object; raises ValueError, naming ``where``, for another type."""
+    value = row.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise ValueError(f"trace: {where}: {name}: expected {names}, got {value!r:.60}")
+    return value
+
+
+def _some(requests: list[TraceRequest], path: str | Path) -> list[TraceRequest]:
+    if not requests:
+        name = Path(path).name
+        raise ValueError(f"trace: expected at least one request in {name}, got an empty file")
+    return requests
+
+
+def _objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, JSON object) of a file that holds one object in all (.json) or one a line."""
     path = Path(path)
     with _open(path) as lines:
@@ -89,27 +204,6 @@ def read_objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if line.strip():
                 where = f"{path.name}, line {number}"
                 yield where, _parse_object(line, where)
-
-
-def value_of(
-    row: dict[str, Any], field: str, kind: Any, where: str, least: Any = None, most: Any = None
-) -> Any:
-    """A field of an object; raises ValueError, naming ``where``, for another type or range."""
-    value = row.get(field)
-    good = isinstance(value, kind) and not isinstance(value, bool)
-    if not good or (least is not None and not least <= value <= most):
-        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        bound = "" if least is None else f" in {least}..{most}"
-        raise ValueError(f"trace: {where}: {field}: expected {names}{bound}, got {value!r:.60}")
-    return value
-
-
-def expect_some(requests: list[Any], path: str | Path) -> list[Any]:
-    """The requests of a file; raises ValueError if there are none."""
-    if not requests:
-        name = Path(path).name
-        raise ValueError(f"trace: expected at least one request in {name}, got an empty file")
-    return requests
 
 
 @contextmanager
@@ -133,61 +227,3 @@ def _parse_object(text: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"trace: {where}: expected a JSON object, got {text[:60]!r}")
     return value
-
-
-def expand(hash_id: int, num_tokens: int, *, low: int, high: int, seed: int = 0) -> np.ndarray:
-    """The first tokens that a block id stands for; fewer of them are a prefix of more.
-
-    Args:
-        num_tokens: 1..512.
-        low, high: token ids are in low .. high - 1.
-
-    Returns:
-        [num_tokens] int32, the same on every machine.
-    """
-    digest = hashlib.shake_128(f"{seed}:{hash_id}".encode()).digest(4 * num_tokens)
-    words = np.frombuffer(digest, dtype="<u4")
-    return (low + words % (high - low)).astype(np.int32)
-
-
-def trace_workload(
-    path: str | Path,
-    *,
-    vocab_size: int,
-    low: int = 3,
-    limit: int | None = None,
-    scale: float = 1.0,
-    seed: int = 0,
-) -> Workload:
-    """A trace as sessions of one turn each, in the order of their timestamps.
-
-    Args:
-        vocab_size, low: token ids are in low .. vocab_size - 1.
-        limit: requests at most.
-        scale: factor of all lengths; blocks shrink to 512 * scale tokens.
-        seed: seed of the expansion of ids to tokens.
-
-    Raises:
-        ValueError as `read_trace`, or unless 0 < scale <= 1.
-    """
-    check_size(limit, scale)
-    if scale > 1:
-        raise ValueError(f"scale: expected at most 1 with a trace, got {scale}")
-    requests = sorted(read_trace(path, limit=limit), key=lambda r: r.timestamp)
-    block = scaled(BLOCK_TOKENS, scale)
-    sessions = []
-    for i, request in enumerate(requests):
-        whole, rest = divmod(request.input_length, BLOCK_TOKENS)
-        sizes = [block] * whole + ([scaled(rest, block / BLOCK_TOKENS)] if rest else [])
-        ids = [
-            expand(hash_id, size, low=low, high=vocab_size, seed=seed)
-            for hash_id, size in zip(request.hash_ids, sizes, strict=True)
-        ]
-        group = 1 + i * NUM_GROUPS // len(requests)
-        turn = Turn(np.concatenate(ids), scaled(request.output_length, scale), group)
-        sessions.append((turn,))
-    title = (
-        f"trace {Path(path).name}: {len(requests)} requests, "
-        f"lengths x {scale:g} (blocks of {block} tokens)"
-    )
-    return Workload(title, "fifth of the trace", tuple(sessions))

@@ -1,16 +1,18 @@
-"""Workload of the benches: chats of several turns, each turn a prompt that continues the whole
-conversation before it.
+"""Workloads of the main benchmark: chats of several turns, each a prompt that continues the whole
+conversation before it, or the requests of a trace.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from .traces import BLOCK_TOKENS, load_mooncake
 
 # Modules with much prose: system prompts quote the first ones, users the others.
 SYSTEM_MODULES = ("statistics", "heapq", "textwrap")
@@ -22,6 +24,7 @@ USER_TOKENS = 96
 ANSWER_TOKENS = 24
 NUM_SESSIONS = 8
 NUM_TURNS = 4
+NUM_GROUPS = 5  # parts of a trace that results are grouped by
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +93,7 @@ def chat_workload(
         scale: factor of all lengths.
         seed: of lengths and quotes.
 
-    Raises:
-        ValueError unless limit >= 1 and scale > 0.
     """
-    check_size(limit, scale)
 
     def tokens(text: str) -> list[int]:
         ids = encode(text)
@@ -131,12 +131,54 @@ def chat_workload(
     return Workload(title, "turn", tuple(sessions))
 
 
-def check_size(limit: int | None, scale: float) -> None:
-    """Raises ValueError unless limit is None or >= 1, and scale > 0."""
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit: expected >= 1, got {limit}")
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale: expected a finite number > 0, got {scale}")
+def trace_workload(
+    path: str | Path,
+    *,
+    vocab_size: int,
+    low: int = 3,
+    limit: int | None = None,
+    scale: float = 1.0,
+    seed: int = 0,
+) -> Workload:
+    """Requests of a trace in Mooncake's format as sessions of one turn, in the order of arrival.
+
+    Args:
+        vocab_size, low: token ids are in low .. vocab_size - 1.
+        limit: requests at most.
+        scale: factor of all lengths; blocks shrink to 512 * scale tokens.
+        seed: seed of the expansion of ids to tokens.
+
+    Raises:
+        ValueError as `load_mooncake`, or unless scale <= 1.
+    """
+    if scale > 1:
+        raise ValueError(f"scale: expected at most 1 with a trace, got {scale}")
+    requests = sorted(load_mooncake(path, limit), key=lambda r: r.arrival)
+    block = scaled(BLOCK_TOKENS, scale)
+    sessions = []
+    for i, request in enumerate(requests):
+        whole, rest = divmod(request.input, BLOCK_TOKENS)
+        sizes = [block] * whole + ([scaled(rest, block / BLOCK_TOKENS)] if rest else [])
+        ids = [
+            expand(number, size, low=low, high=vocab_size, seed=seed)
+            for number, size in zip(request.ids.tolist(), sizes, strict=True)
+        ]
+        group = 1 + i * NUM_GROUPS // len(requests)
+        sessions.append((Turn(np.concatenate(ids), scaled(request.output, scale), group),))
+    title = (
+        f"trace {Path(path).name}: {len(requests)} requests, "
+        f"lengths x {scale:g} (blocks of {block} tokens)"
+    )
+    return Workload(title, "fifth of the trace", tuple(sessions))
+
+
+def expand(number: int, num_tokens: int, *, low: int, high: int, seed: int = 0) -> np.ndarray:
+    """The first tokens [num_tokens <= 512] int32 of a block, in low .. high - 1, the same on every
+    machine; fewer of them are a prefix of more.
+    """
+    digest = hashlib.shake_128(f"{seed}:{number}".encode()).digest(4 * num_tokens)
+    words = np.frombuffer(digest, dtype="<u4")
+    return (low + words % (high - low)).astype(np.int32)
 
 
 def _source(module: str) -> str:

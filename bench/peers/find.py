@@ -9,19 +9,21 @@ from pathlib import Path
 import torch
 
 from ..common.results import commit, one_line
-from . import fa3, flashinfer, flashmla, vllm_triton
+from .fa3 import fa3_peer
+from .flashinfer import flashinfer_mla_peer, flashinfer_peer
+from .flashmla import flashmla_peer
 from .peer import BOTH_SHAPES, Peer
 from .quire_calls import quire_calls
 from .sdpa import sdpa
+from .vllm_triton import vllm_triton_peer
 
 LOADERS: dict[str, Callable[[Path | None], Peer]] = {
-    "flashinfer": flashinfer.flashinfer_peer,
-    "fa3": fa3.fa3_peer,
-    "vllm-triton": vllm_triton.vllm_triton_peer,
-    "flashmla": flashmla.flashmla_peer,
-    "flashinfer-mla": flashinfer.flashinfer_mla_peer,
+    "flashinfer": flashinfer_peer,
+    "fa3": fa3_peer,
+    "vllm-triton": vllm_triton_peer,
+    "flashmla": flashmla_peer,
+    "flashinfer-mla": flashinfer_mla_peer,
 }
-NVIDIA_ONLY = ("flashinfer", "fa3", "flashmla", "flashinfer-mla")
 IN_STEP = "the step's own K/V beside the pages, as in the runner (V4: and inverse RoPE by 0)"
 
 
@@ -29,7 +31,7 @@ def find_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
     """Load the implementations that this machine has.
 
     Args:
-        folder: files of packages that are not installed (`bench.peers.folder`), or None.
+        folder: unpacked wheels of packages that are not installed, or None.
 
     Returns:
         The implementations, quire's first, and {name: reason} of those that are missing.
@@ -41,7 +43,7 @@ def find_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
     ]
     missing = {}
     for name, load in LOADERS.items():
-        if name in NVIDIA_ONLY and torch.version.hip is not None:
+        if torch.version.hip is not None and name != "vllm-triton":
             missing[name] = f"expected NVIDIA GPUs, got a torch for ROCm {torch.version.hip}"
             continue
         try:

@@ -22,8 +22,7 @@ from quire.kernels import LatentPages
 
 from ..cases.problem import Problem, positions, slots
 from ..cases.shapes import LatentShape
-from .folder import load_operators
-from .peer import Call, Peer, Unsupported
+from .peer import Call, Peer, Unsupported, load_operators
 
 DENSE_ROWS = 64
 V4_HEADS = (64, 128)
@@ -42,8 +41,7 @@ def calls_of(ops: Any, problem: Problem) -> list[Call]:
     """One call for each copy; raises Unsupported."""
     if problem.case.shape.op == "index":
         raise Unsupported("no such operator")
-    calls = dense_calls if problem.case.shape.op == "mla" else sparse_calls
-    return calls(ops, problem)
+    return (dense_calls if problem.case.shape.op == "mla" else sparse_calls)(ops, problem)
 
 
 def dense_calls(ops: Any, problem: Problem) -> list[Call]:
@@ -56,8 +54,8 @@ def dense_calls(ops: Any, problem: Problem) -> list[Call]:
     lengths = (shape.head_dim_v, shared["seq_lens"], shared["block_table"], shape.softmax_scale)
     plan: list[Any] = [None, None]
 
-    def call(tensors: dict[str, Any]) -> Call:
-        q, cache = tensors["q"].unflatten(0, (case.batch, 1)), tensors["pages"].unsqueeze(2)
+    def call(q: Tensor, pages: Tensor) -> Call:
+        q, cache = q.unflatten(0, (case.batch, 1)), pages.unsqueeze(2)
 
         def run() -> tuple[Tensor]:
             out, _, *plan[:] = ops.dense_decode_fwd(q, cache, *lengths, True, *plan, None)
@@ -65,7 +63,7 @@ def dense_calls(ops: Any, problem: Problem) -> list[Call]:
 
         return run
 
-    return [call(tensors) for tensors in problem.each]
+    return [call(**tensors) for tensors in problem.each]
 
 
 def sparse_calls(ops: Any, problem: Problem) -> list[Call]:

@@ -1,10 +1,16 @@
-"""An implementation that the benchmarks call."""
+"""An implementation that the benchmarks call, and how those of others are loaded."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..cases.problem import Problem
@@ -14,6 +20,7 @@ Call = Callable[[], tuple[Tensor, ...]]
 """Compute one copy. Returns arguments of ``Expected.wrong``, for attention (out,) or (out, lse):
 [num_tokens, num_heads, head_dim] and [num_heads, num_tokens] in natural log.
 """
+BOTH_SHAPES = (AttentionShape, LatentShape)
 
 
 class Unsupported(Exception):
@@ -49,4 +56,30 @@ class Peer:
         return self.prepare(problem)
 
 
-BOTH_SHAPES = (AttentionShape, LatentShape)
+def unwritten(problem: Problem) -> Tensor:
+    """A tensor for results [num_tokens, num_heads, head_dim_v], NaN until they are written."""
+    return torch.full_like(problem.results["out"], float("nan"))
+
+
+def import_package(folder: Path | None, name: str) -> Any:
+    """Import a module, installed or in a folder of unpacked wheels; raises ImportError."""
+    if folder is not None and str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return importlib.import_module(name)
+
+
+def load_operators(folder: Path | None, name: str) -> Any:
+    """Load the library of operators ``name``.abi3.so that vLLM's wheel has.
+
+    It is searched for in the folder and in an installed vLLM, which is not imported.
+
+    Raises:
+        FileNotFoundError: no such library; OSError: it cannot be loaded.
+    """
+    spec = importlib.util.find_spec("vllm")
+    installed = [] if spec is None else spec.submodule_search_locations or []
+    for place in [folder, *map(Path, installed)]:
+        for path in sorted(place.rglob(f"{name}.abi3.so")) if place is not None else []:
+            torch.ops.load_library(str(path))
+            return getattr(torch.ops, name)
+    raise FileNotFoundError(f"{name}.abi3.so: expected in --peers or an installed vLLM, got none")

@@ -23,7 +23,10 @@ def quire_calls(problem: Problem, *, in_step: bool = False, impl: str | None = N
         name: torch.full_like(empty, float("nan") if empty.is_floating_point() else -2)
         for name, empty in problem.results.items()
     }
-    written = tuple(results.values())
+    written, rest = tuple(results.values()), problem.shared | results | {"impl": impl}
+    if in_step and problem.in_step is None:
+        raise Unsupported("no attention")
+    rows = problem.in_step if in_step else [{}] * problem.copies
 
     def call(arguments: dict[str, Any]) -> Call:
         def run() -> tuple[torch.Tensor, ...]:
@@ -32,10 +35,4 @@ def quire_calls(problem: Problem, *, in_step: bool = False, impl: str | None = N
 
         return run
 
-    shared = problem.shared | results | {"impl": impl}
-    each = problem.each
-    if in_step:
-        if problem.in_step is None:
-            raise Unsupported("no attention")
-        each = [a | b for a, b in zip(each, problem.in_step, strict=True)]
-    return [call(shared | arguments) for arguments in each]
+    return [call(rest | one | own) for one, own in zip(problem.each, rows, strict=True)]

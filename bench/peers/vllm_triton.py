@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cases.problem import Problem
-from .folder import import_package
-from .peer import Call, Peer
+from .peer import Call, Peer, import_package, unwritten
 
 # As in vLLM: KV splits of a decode, for batches of at most this many sequences times KV heads.
 SEGMENTS = 16
@@ -23,11 +22,8 @@ def vllm_triton_peer(folder: Path | None) -> Peer:
 
     def prepare(problem: Problem) -> list[Call]:
         case, shape, shared = problem.case, problem.case.shape, problem.shared
-        device = shared["seq_lens"].device
-        rows = max(1, GRID_2D // shape.num_kv_heads)
-        parts = (max(rows, case.batch), shape.num_heads, SEGMENTS)
-        out = torch.full_like(problem.results["out"], float("nan"))
-        window = (-1, -1) if shape.sliding_window is None else (shape.sliding_window - 1, 0)
+        out, rows = unwritten(problem), max(1, GRID_2D // shape.num_kv_heads)
+        parts, window = (max(rows, case.batch), shape.num_heads, SEGMENTS), shape.sliding_window
         options = {
             "out": out,
             "cu_seqlens_q": shared["cu_seqlens_q"],
@@ -36,15 +32,15 @@ def vllm_triton_peer(folder: Path | None) -> Peer:
             "max_seqlen_k": case.context,
             "softmax_scale": shape.softmax_scale,
             "causal": True,
-            "window_size": window,
+            "window_size": (-1, -1) if window is None else (window - 1, 0),
             "block_table": shared["block_table"],
             "softcap": 0.0,
             **dict.fromkeys(("q_descale", "k_descale", "v_descale")),
             "seq_threshold_3D": rows,
             "num_par_softmax_segments": SEGMENTS,
-            "softmax_segm_output": torch.empty(*parts, shape.head_dim, device=device),
-            "softmax_segm_max": torch.empty(parts, device=device),
-            "softmax_segm_expsum": torch.empty(parts, device=device),
+            "softmax_segm_output": torch.empty(*parts, shape.head_dim, device=out.device),
+            "softmax_segm_max": torch.empty(parts, device=out.device),
+            "softmax_segm_expsum": torch.empty(parts, device=out.device),
             "sinks": shared["sinks"],
         }
 

@@ -72,8 +72,8 @@ from quire.models.tokenizer import NUM_SPECIAL
 
 from ..common.floors import device_rates
 from ..common.results import require_matplotlib, write_json
-from ..common.traces import read_trace, trace_workload
-from ..common.workload import Workload, chat_workload
+from ..common.traces import load_mooncake
+from ..common.workload import Workload, chat_workload, trace_workload
 from .build import BenchModel, build_model
 from .drive import Key, WorkloadRun, run_workload
 from .plot import save_plot
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.plot:
             require_matplotlib(args.plot)
         if args.trace:  # what is wrong with it is said before a model is built
-            read_trace(args.trace, limit=args.limit)
+            load_mooncake(args.trace, args.limit)
         device = find_device(args.device)
         built = build_model(
             args.model or ("gemma-3-4b" if device.type == "cuda" else "gemma4-small"),

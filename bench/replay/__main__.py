@@ -23,7 +23,6 @@ if __name__ == "__main__":
 
 import inspect
 import itertools
-import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -32,37 +31,35 @@ from quire.kvcore.policies.retention import parse_retention
 from quire.models.command import Parser, Refused, integer, number, output_file, program
 from quire.models.integrations import require
 
-from ..common.results import aligned, require_matplotlib
+from ..common.results import require_matplotlib, table, write_json
+from ..common.traces import LOADERS
 from ..kvcore.__main__ import VLLM_VERSION
 from .experiment import EVICTIONS, Row, empty_cache, pool_pages, run_grid
 from .generators import GENERATORS
-from .loaders import LOADERS
 from .plot import save_plot
 from .presets import PRESETS
-from .requests import TraceWorkload
-from .simulate import SimulatedTiming
+from .simulate import SimulatedTiming, TraceWorkload
 
-# (title, key of a row, format)
 COLUMNS = (
-    ("retention", "retention", "{}"),
-    ("eviction", "eviction", "{}"),
-    ("pool", "pool", "{}"),
-    ("GiB", "pool_bytes", "{:.1f}"),
-    ("host", "host", "{}"),
-    ("hit rate", "hit_rate", "{:.2%}"),
-    ("mean hit", "mean_hit", "{:.2%}"),
-    ("TTFT p50, s", "ttft_p50", "{:.2f}"),
-    ("p99, s", "ttft_p99", "{:.2f}"),
-    ("tokens/s", "tokens_per_s", "{:.0f}"),
-    ("recomputed tokens", "recomputed_tokens", "{}"),
-    ("evicted points", "evicted_resume_points", "{}"),
-    ("segments", "evicted_segments", "{}"),
+    ("retention", "retention", ""),
+    ("eviction", "eviction", ""),
+    ("pool", "pool", ""),
+    ("GiB", "pool_bytes", ".1f", 2**-30),
+    ("host", "host", ""),
+    ("hit rate", "hit_rate", ".2%"),
+    ("mean hit", "mean_hit", ".2%"),
+    ("TTFT p50, s", "ttft_p50", ".2f"),
+    ("p99, s", "ttft_p99", ".2f"),
+    ("tokens/s", "tokens_per_s", ".0f"),
+    ("recomputed tokens", "recomputed_tokens", ""),
+    ("evicted points", "evicted_resume_points", ""),
+    ("segments", "evicted_segments", ""),
 )
 HOST_COLUMNS = (
-    ("tokens on device", "device_tokens", "{}"),
-    ("stalled, s", "stalled_s", "{:.2f}"),
-    ("to host, GiB", "bytes device>host", "{:.1f}"),
-    ("back, GiB", "bytes host>device", "{:.1f}"),
+    ("tokens on device", "device_tokens", ""),
+    ("stalled, s", "stalled_s", ".2f"),
+    ("to host, GiB", "bytes device>host", ".1f", 2**-30),
+    ("back, GiB", "bytes host>device", ".1f", 2**-30),
 )
 
 
@@ -92,18 +89,6 @@ def make_workload(text: str, limit: int | None, seed: int) -> TraceWorkload:
         except ValueError as error:
             raise ValueError(f"workload: {name}: {key}: {error}") from error
     return TraceWorkload(text, GENERATORS[name](**options)[:limit])
-
-
-def table(rows: list[Row], columns: Sequence[tuple[str, str, str]] = COLUMNS) -> str:
-    """Rows as aligned text; bytes in GiB."""
-    lines = [tuple(title for title, _, _ in columns)]
-    for row in rows:
-        shown = {k: v / 2**30 if v and "bytes" in k else v for k, v in row.items()}
-        cells = (
-            form.format(shown[k]) if shown.get(k) is not None else "-" for _, k, form in columns
-        )
-        lines.append(tuple(cells))
-    return "\n".join(aligned(lines, left=0))
 
 
 def retention(text: str) -> str | int:
@@ -168,10 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             replay_tokens=args.replay_tokens,
         )  # fmt: skip
         title = f"{name} ({len(workload.requests)} requests), {preset}"
-        print(f"{title}\n{table(new, columns)}\n", flush=True)
+        print(f"{title}\n{table(new, columns, left=0)}\n", flush=True)
         rows += new
-        if args.json:  # after each grid: a later error or Ctrl-C loses nothing
-            args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        write_json(args.json, rows)  # a later error or Ctrl-C loses nothing
     if args.plot:
         save_plot(rows, args.plot)
     return 0
@@ -182,10 +166,9 @@ def _parser() -> Parser:
     add, rate = parser.add_argument, number(above=True)
     loaders, generators = ", ".join(LOADERS), ", ".join(GENERATORS)
     source = f"FORMAT:PATH ({loaders}), or a generator ({generators}) with :name=value,..."
-    add("--workload", nargs="+", default=["round-robin"],
-        help=f"{source}; default: round-robin")  # fmt: skip
-    add("--model", nargs="+", default=["gemma-4-31b"], choices=list(PRESETS),
-        help="sizes of its pages; default: gemma-4-31b")  # fmt: skip
+    add("--workload", nargs="+", default=["round-robin"], help=f"{source}; default: round-robin")
+    pages = {"choices": list(PRESETS), "help": "sizes of its pages; default: gemma-4-31b"}
+    add("--model", nargs="+", default=["gemma-4-31b"], **pages)
     sizes = "e.g. 64GiB, 10%% of the dense working set, 5000pages; default: 25%% 50%% 100%%"
     add("--pool", nargs="+", default=["25%", "50%", "100%"], help=sizes)
     kept = "auto, latest, dense, or an interval in tokens; default: auto"
@@ -201,27 +184,14 @@ def _parser() -> Parser:
     add("--link", type=rate, default=50.0, help="GB/s to the host, and from it; default: 50")
     add("--limit", type=integer(), help="requests at most; default: all")
     add("--seed", type=integer(0, 2**63 - 1), default=0, help="of a generator; default: 0")
-    add(
-        "--prefill-rate",
-        type=rate,
-        default=SimulatedTiming.prefill_rate,
-        help="prompt tokens a second; default: %(default)g",
-    )
-    add(
-        "--decode-rate",
-        type=rate,
-        default=SimulatedTiming.decode_rate,
-        help="answer tokens a second, each request; default: %(default)g",
-    )
+    prefill = "prompt tokens a second; default: %(default)g"
+    add("--prefill-rate", type=rate, default=SimulatedTiming.prefill_rate, help=prefill)
+    decode = "answer tokens a second, each request; default: %(default)g"
+    add("--decode-rate", type=rate, default=SimulatedTiming.decode_rate, help=decode)
     chunk = "tokens of a prefill chunk; default: %(default)d"
     add("--chunk", type=integer(), default=SimulatedTiming.chunk, help=chunk)
-    most = integer(most=65536)
-    add(
-        "--max-requests",
-        type=most,
-        default=SimulatedTiming.max_requests,
-        help="at once; 1: one by one; default: %(default)d",
-    )
+    most, once = SimulatedTiming.max_requests, "at once; 1: one by one; default: %(default)d"
+    add("--max-requests", type=integer(most=65536), default=most, help=once)
     add("--json", type=output_file, metavar="FILE", help="write the rows as a list of objects")
     add("--plot", type=output_file, metavar="FILE", help="write a picture (.svg, .png)")
     add("--quiet", action="store_true", help="no progress bar; a pipe or file gets none")

@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.kvcore import KVCache
 
-from .requests import TraceWorkload
+from .simulate import TraceWorkload
 
 KEY_BYTES = 32
 ROUNDS = 400  # of prices; 1000 rounds change the bound of a trace by less than 0.5 %

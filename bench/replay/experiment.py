@@ -16,8 +16,7 @@ from quire.models.progress import tqdm
 from .bounds import clairvoyant_hits, dense_working_set, segment_uses
 from .host import HostMemory
 from .presets import PRESETS
-from .requests import TraceWorkload
-from .simulate import Replay, SimulatedTiming, replay
+from .simulate import Replay, SimulatedTiming, TraceWorkload, replay
 
 EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRU, "adaptive": Adaptive}
 Row = dict[str, Any]
@@ -65,29 +64,28 @@ def run_grid(
         replay_tokens: as `KVCache` takes it, for all but vLLM.
 
     Raises:
-        ValueError: an unknown name, or a pool that is too small for one request.
+        ValueError: a bad size, or a pool that is too small for one request.
     """
-    if preset not in PRESETS:
-        raise ValueError(f"preset: expected one of {list(PRESETS)}, got {preset!r}")
-    if unknown := set(evictions) - set(EVICTIONS):
-        raise ValueError(f"evictions: expected some of {list(EVICTIONS)}, got {sorted(unknown)}")
-    groups = PRESETS[preset]
+    groups, requests = PRESETS[preset], workload.requests
     empty = empty_cache(groups, workload)
     page_bytes = empty.layout.page_bytes
     sizes = {pool: pool_pages(pool, groups, workload) for pool in pools}
     host_sizes = {host: pool_pages(host, groups, workload, "host") for host in hosts}
-    lookups = [i for i, r in enumerate(workload.requests) if r.output == 0]
-    counted = lookups or list(range(len(workload.requests)))  # requests with hits that count
-    common: Row = {"workload": workload.name, "preset": preset}
+    lookups = [i for i, r in enumerate(requests) if r.output == 0]
+    counted = lookups or list(range(len(requests)))  # requests with hits that count
     num_replays = len(retentions) * (len(evictions) * len(pools) * (1 + len(hosts)) + 1)
-    num_replays += len(vllm) * len(pools)
-    total = num_replays * len(workload.requests)
+    total = (num_replays + len(vllm) * len(pools)) * len(requests)
     bar = tqdm(total=total, unit="request", disable=None if progress else True, leave=False)
 
-    def one(
-        retention: str | int, eviction: str, pages: int, pool: str | None, host: str | None = None
-    ) -> Row:
+    def row_of(retention: str | int, eviction: str, pool: str | None) -> Row:
+        row: Row = {"workload": workload.name, "preset": preset, "retention": retention}
+        row |= {"eviction": eviction, "pool": pool}
+        return row | {"pool_bytes": sizes[pool] * page_bytes if pool else None}
+
+    def one(retention: str | int, eviction: str, pool: str | None, host: str | None = None) -> Row:
+        """A replay; pool None: one that is never full."""
         policy = EVICTIONS[eviction] if pool else LRU
+        pages = sizes[pool] if pool else enough_pages(empty, workload, retention)
         bar.set_description(f"{preset} {retention} {eviction} {pool or ''} {host or ''}")
 
         def behind(cache: KVCache) -> HostMemory:
@@ -98,27 +96,28 @@ def run_grid(
 
         run = replay(
             workload, groups, num_pages=pages + 1, timing=timing, retention=retention,
-            policy=policy(), behind=None if host is None else behind, progress=bar.update,
+            policy=policy(), behind=behind if host else None, progress=bar.update,
             replay_tokens=replay_tokens,
         )  # fmt: skip
-        row = {**common, "retention": retention, "eviction": eviction, "pool": pool}
-        row["pool_bytes"] = pages * page_bytes if pool else None
+        row, stats = row_of(retention, eviction, pool), run.cache.stats()
         if replay_tokens is not None:
             row["replay_tokens"] = replay_tokens
-        row |= measured(run, counted) | evicted(run)
+        row |= measured(run, counted)
+        row |= {name: stats[name] for name in ("evicted_resume_points", "evicted_segments")}
         if run.host is not None:
             row |= {"host": host, "host_bytes": host_sizes[host] * page_bytes, "link": link}
-            row |= run.host.report() | {"stalled_s": run.loading}
+            row |= {"bytes device>host": run.host.stored, "bytes host>device": run.host.loaded}
+            row |= run.host.tiers.stats() | {"stalled_s": run.loading}
             row["device_tokens"] = int(np.minimum(run.from_device, run.hits)[counted].sum())
         return row
 
     rows: list[Row] = []
     with bar:
         for retention in retentions:
-            best = one(retention, "infinite", enough_pages(empty, workload, retention), None)
+            best = one(retention, "infinite", None)
             rows.append(best | {"recomputed_tokens": 0})
             for pool, host, eviction in itertools.product(sizes, (None, *hosts), evictions):
-                row = one(retention, eviction, sizes[pool], pool, host)
+                row = one(retention, eviction, pool, host)
                 rows.append(row | {"recomputed_tokens": best["hit_tokens"] - row["hit_tokens"]})
         for pool, interval in itertools.product(sizes, vllm):
             from .vllm import VLLMReplay  # needs vLLM
@@ -126,16 +125,14 @@ def run_grid(
             bar.set_description(f"{preset} vllm {interval} {pool}")
             run = VLLMReplay(workload, empty, preset, timing, sizes[pool] + 1, interval)
             run.run(bar.update)
-            row = {**common, "retention": "dense" if interval is None else interval}
-            row |= {"eviction": "vllm", "pool": pool, "pool_bytes": sizes[pool] * page_bytes}
+            row = row_of("dense" if interval is None else interval, "vllm", pool)
             rows.append(row | measured(run, counted))
     if lookups:
         return rows  # the bounds count all requests, not look-ups alone
-    uses, prompt_tokens = segment_uses(workload, empty), sum(r.input for r in workload.requests)
-    for pool, pages in (*sizes.items(), (None, None)):
-        hits = clairvoyant_hits(uses, empty, pages) * empty.alignment
-        row = {**common, "retention": "any", "eviction": "clairvoyant" if pool else "infinite"}
-        row |= {"pool": pool, "pool_bytes": None if pages is None else pages * page_bytes}
+    uses, prompt_tokens = segment_uses(workload, empty), sum(r.input for r in requests)
+    for pool in (*sizes, None):
+        hits = clairvoyant_hits(uses, empty, sizes[pool] if pool else None) * empty.alignment
+        row = row_of("any", "clairvoyant" if pool else "infinite", pool)
         rows.append(row | {"hit_rate": hits / prompt_tokens, "hit_tokens": hits})
     return rows
 
@@ -167,9 +164,3 @@ def measured(run: Replay, counted: list[int]) -> Row:
         "ttft_p99": float(np.percentile(run.ttft[ran], 99)),
         "tokens_per_s": float(tokens / max(run.makespan, 1e-9)),
     }
-
-
-def evicted(run: Replay) -> Row:
-    """Evictions of a cache in a replay."""
-    stats = run.cache.stats()
-    return {name: stats[name] for name in ("evicted_resume_points", "evicted_segments")}

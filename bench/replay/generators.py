@@ -8,36 +8,35 @@ second (Poisson).
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
+from itertools import count, islice
 
 import numpy as np
 
-from .requests import TraceRequest
+from ..common.traces import TraceRequest
 
 BLOCK = 16
 MAX_BLOCKS = 1 << 24
 MILLION = 1 << 20
 
 
-class _NewIds:
-    def __init__(self) -> None:
-        self._next = 0
+def _unused() -> Callable[[int], list[int]]:
+    """A function: tokens -> unused ids for them, rounded up to whole blocks."""
+    counter = count()
 
-    def __call__(self, tokens: int) -> list[int]:
-        """Unused ids for `tokens` tokens, rounded up to whole blocks.
-
-        Raises:
-            ValueError: the workload has too many tokens.
-        """
-        first, self._next = self._next, self._next + -(-tokens // BLOCK)
-        if self._next > MAX_BLOCKS:
+    def new_ids(tokens: int) -> list[int]:
+        ids = list(islice(counter, min(-(-tokens // BLOCK), MAX_BLOCKS + 1)))
+        if ids[-1] >= MAX_BLOCKS:
             most = MAX_BLOCKS * BLOCK
             raise ValueError(f"workload: expected at most {most} distinct tokens, got more")
-        return list(range(first, self._next))
+        return ids
+
+    return new_ids
 
 
-def _turn(arrival: float, session: int, prompt: list[int], answer: list[int]) -> TraceRequest:
+def _turn(arrival: float, prompt: list[int], answer: list[int]) -> TraceRequest:
     ids = np.array(prompt + answer, dtype=np.int64)
-    return TraceRequest(arrival, session, len(prompt) * BLOCK, len(answer) * BLOCK, ids, BLOCK)
+    return TraceRequest(arrival, len(prompt) * BLOCK, len(answer) * BLOCK, ids, BLOCK)
 
 
 def round_robin(
@@ -50,7 +49,7 @@ def round_robin(
         first, user, answer: lengths of the first prompt, of each later message, of each answer.
         gap: time between requests.
     """
-    new_ids = _NewIds()
+    new_ids = _unused()
     history = [new_ids(first) for _ in range(sessions)]
     requests = []
     for turn in range(turns):
@@ -58,7 +57,7 @@ def round_robin(
             if turn:
                 history[s] += new_ids(user)
             said = new_ids(answer)
-            requests.append(_turn(len(requests) * gap, s, history[s], said))
+            requests.append(_turn(len(requests) * gap, history[s], said))
             history[s] = history[s] + said
     return requests
 
@@ -77,7 +76,7 @@ def agent_tree(
         gap: time between requests.
     """
     rng = np.random.default_rng(seed)
-    new_ids = _NewIds()
+    new_ids = _unused()
     shared = new_ids(root // 2)
     contexts = [[shared + new_ids(root // 2)] for _ in range(trees)]
     left = [depth * branches] * trees
@@ -89,7 +88,7 @@ def agent_tree(
         context = last[int(rng.integers(len(last)))]
         prompt = context + new_ids(int(rng.integers(step // 2, step * 2)))
         said = new_ids(answer)
-        requests.append(_turn(len(requests) * gap, tree, prompt, said))
+        requests.append(_turn(len(requests) * gap, prompt, said))
         contexts[tree].append(prompt + said)
     return requests
 
@@ -112,16 +111,16 @@ def agent_pauses(
         pause, spread: median, and sigma of the logarithm (log-normal).
     """
     rng = np.random.default_rng(seed)
-    new_ids = _NewIds()
+    new_ids = _unused()
     shared = new_ids(root // 2)
     requests = []
-    for agent, start in enumerate(np.cumsum(rng.exponential(1 / rate, agents)).tolist()):
+    for start in np.cumsum(rng.exponential(1 / rate, agents)).tolist():
         waiting = [(start, 0, shared + new_ids(root // 2))]
         made = 1
         for _ in range(steps):
             now, _, prompt = heapq.heappop(waiting)
             said = new_ids(answer)
-            requests.append(_turn(now, agent, prompt, said))
+            requests.append(_turn(now, prompt, said))
             for _ in range(branches if rng.random() < fork else 1):
                 wait = answer / 50 + pause * float(np.exp(spread * rng.standard_normal()))
                 output = new_ids(int(rng.integers(step // 2, step * 2)))
@@ -149,18 +148,18 @@ def coding_agents(
             `system` // 2 tokens and `calls` of its own; its output is one message.
     """
     rng = np.random.default_rng(seed)
-    new_ids = _NewIds()
+    new_ids = _unused()
     shared, helper = new_ids(system), new_ids(system // 2)
     requests = []
 
-    def work(now: float, agent: int, prompt: list[int], share: float) -> tuple[float, list[int]]:
+    def work(now: float, prompt: list[int], share: float) -> tuple[float, list[int]]:
         """A turn; returns its end, and the conversation until then."""
         for _ in range(calls):
             said = new_ids(answer)
-            requests.append(_turn(now, agent, prompt, said))
+            requests.append(_turn(now, prompt, said))
             now += answer / 50
             if rng.random() < share:
-                now, _ = work(now, agent, helper + new_ids(message), 0.0)
+                now, _ = work(now, helper + new_ids(message), 0.0)
                 result = new_ids(message)
             else:
                 now += pause * float(np.exp(rng.standard_normal()))
@@ -168,24 +167,24 @@ def coding_agents(
             prompt = prompt + said + result
         return now, prompt
 
-    for agent, now in enumerate(np.cumsum(rng.exponential(1 / rate, agents)).tolist()):
+    for now in np.cumsum(rng.exponential(1 / rate, agents)).tolist():
         prompt = shared
         for _ in range(turns):
-            now, prompt = work(now, agent, prompt + new_ids(message), delegate)
+            now, prompt = work(now, prompt + new_ids(message), delegate)
             now += think * float(np.exp(rng.standard_normal()))
     return sorted(requests, key=lambda r: r.arrival)
 
 
 def million_token_prompts(*, prompts: int = 14, tokens: int = MILLION) -> list[TraceRequest]:
     """vLLM's PR 43447: long prompts one by one, then look-ups of each at 10, 20, .. 100 %."""
-    new_ids = _NewIds()
+    new_ids = _unused()
     contents = [new_ids(tokens) for _ in range(prompts)]
-    requests = [_turn(float(i), i, ids, new_ids(1)) for i, ids in enumerate(contents)]
+    requests = [_turn(float(i), ids, new_ids(1)) for i, ids in enumerate(contents)]
     for s, ids in enumerate(contents):
         for tenth in range(1, 11):
             size = tokens * tenth // 10
             part = np.array(ids[: -(-size // BLOCK)], dtype=np.int64)
-            requests.append(TraceRequest(float(prompts + s), s, size, 0, part, BLOCK))
+            requests.append(TraceRequest(float(prompts + s), size, 0, part, BLOCK))
     return requests
 
 
@@ -195,13 +194,13 @@ def prefix_sweep(
 ) -> list[TraceRequest]:  # fmt: skip
     """vLLM's PR 40676: single questions behind one of `prefixes` long prefixes, each as likely."""
     rng = np.random.default_rng(seed)
-    new_ids = _NewIds()
+    new_ids = _unused()
     starts = [new_ids(prefix) for _ in range(prefixes)]
     arrivals = np.cumsum(rng.exponential(1 / rate, requests)).tolist()
     chosen = rng.integers(prefixes, size=requests).tolist()
     return [
-        _turn(arrival, i, starts[p] + new_ids(user), new_ids(answer))
-        for i, (arrival, p) in enumerate(zip(arrivals, chosen, strict=True))
+        _turn(arrival, starts[p] + new_ids(user), new_ids(answer))
+        for arrival, p in zip(arrivals, chosen, strict=True)
     ]
 
 

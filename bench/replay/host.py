@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from quire.kvcore import EvictionPolicy, KVCache, Prompt
+from typing import Any
+
+from quire.kvcore import KVCache, Prompt
 from quire.kvcore.tier import Tiers
 
 
@@ -15,8 +17,7 @@ class HostMemory:
         link: bytes a second of each direction between device and host.
         prefill_rate: prompt tokens that the engine computes in a second.
         chunk: tokens of a prefill chunk; stores take the link for no longer than one.
-        policy: eviction policy of the host; None: the default of `Tiers`.
-        watermark: see `Tiers`.
+        options: arguments of `Tiers` (policy, watermark).
 
     Attributes:
         stored, loaded: bytes copied to the host, and back.
@@ -24,12 +25,10 @@ class HostMemory:
 
     def __init__(
         self, cache: KVCache, *, num_pages: int, link: float, prefill_rate: float, chunk: int,
-        policy: EvictionPolicy | None = None, watermark: int | None = None,
+        **options: Any,
     ) -> None:  # fmt: skip
-        self.tiers = Tiers(
-            cache, num_pages=num_pages + 1, bytes_per_second=link,
-            prefill_tokens_per_second=prefill_rate, policy=policy, watermark=watermark,
-        )  # fmt: skip
+        rates = {"bytes_per_second": link, "prefill_tokens_per_second": prefill_rate}
+        self.tiers = Tiers(cache, num_pages=num_pages + 1, **rates, **options)
         self._link, self._most_bytes = link, int(link * chunk / prefill_rate)
         self.stored = self.loaded = 0
 
@@ -53,8 +52,3 @@ class HostMemory:
                 self.tiers.done(job)
                 self.stored += job.num_bytes
                 room -= job.num_bytes
-
-    def report(self) -> dict[str, int]:
-        """Figures of the whole replay, for a row."""
-        moved = {"bytes device>host": self.stored, "bytes host>device": self.loaded}
-        return {**moved, **self.tiers.stats()}

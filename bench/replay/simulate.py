@@ -10,16 +10,49 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.kvcore import GroupSpec, KVCache, StepPlan
+from quire.kvcore import GroupSpec, KVCache, Prompt, StepPlan
 
+from ..common.traces import TraceRequest
 from .host import HostMemory
-from .requests import TraceRequest, TraceWorkload
 
-__all__ = ["Replay", "SimulatedTiming", "TraceWorkload", "replay"]
+
+@dataclass
+class TraceWorkload:
+    """A trace, sorted by arrival, and its title in tables and pictures."""
+
+    name: str
+    requests: list[TraceRequest]
+    _prompts: dict[int, list[Prompt]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.requests:
+            raise ValueError(f"requests: expected at least one in workload {self.name!r}")
+        self.requests.sort(key=lambda r: r.arrival)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        return max(r.input + r.output for r in self.requests)
+
+    def prompts(self, cache: KVCache) -> list[Prompt]:
+        """Hashed prompts, computed once for all caches of this alignment."""
+        if cache.alignment not in self._prompts:
+            self._prompts[cache.alignment] = [
+                cache.match(r.tokens(i)[: r.input], salt=r.scope.encode()).prompt
+                for i, r in enumerate(self.requests)
+            ]
+        return self._prompts[cache.alignment]
+
+    def chains(self, cache: KVCache) -> list[bytes]:
+        """Keys of each prompt with its answer, 32 bytes a segment."""
+        return [
+            cache.match(r.tokens(i), salt=r.scope.encode()).prompt.keys
+            for i, r in enumerate(self.requests)
+        ]
 
 
 @dataclass(frozen=True)
@@ -37,11 +70,6 @@ class SimulatedTiming:
     decode_rate: float = 50.0
     chunk: int = 8192
     max_requests: int = 64
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise ValueError(f"{name}: expected > 0, got {value}")
 
 
 class Replay:
@@ -87,12 +115,9 @@ class Replay:
             end, number = heapq.heappop(self._ends)
             self._now = max(self._now, end)
             self._release(number)
-            self._store()
+            if self.host is not None:
+                self.host.store()
         self._now = max(self._now, time)
-
-    def _store(self) -> None:
-        if self.host is not None:
-            self.host.store()
 
     def _serve(self, number: int, request: TraceRequest) -> None:
         """Compute a prompt and start its answer; a look-up asks for its hit alone."""
@@ -108,7 +133,8 @@ class Replay:
             count = self._compute(number, tokens[start:end])
             if start < request.input:
                 self._advance(self._now + count / self._timing.prefill_rate)
-            self._store()
+            if self.host is not None:
+                self.host.store()
             start += count
         self.ttft[number] = self._now - request.arrival
         answered = self._now + request.output / self._timing.decode_rate
@@ -139,14 +165,18 @@ class Replay:
         prompt = self._prompts[number]
         self.from_device[number] = self.cache.match(prompt).num_saved_tokens
         if self.host is not None:
-            self._load(self.host, number)
+            seconds = self.host.load(prompt)
+            while seconds is None and self._ends:  # no room until an answer ends
+                self._advance(self._ends[0][0])
+                seconds = self.host.load(prompt)
+            self._advance(self._now + (seconds or 0.0))
+            self.loading += seconds or 0.0
         slot = self.cache.admit(number, self.cache.match(prompt))
         assert isinstance(slot, int)
         return int(self.cache.num_computed[slot])
 
     def _take_pages(self, number: int, tokens: np.ndarray) -> int | str:
-        """Compute at most a chunk of ``tokens``, the next ones of a request; returns its length, or
-        why there is no room."""
+        """Compute at most a chunk of ``tokens``; returns its length, or why there is no room."""
         slot = self.cache.slot_of(number)
         [count] = self.cache.cut([slot], [min(self._timing.chunk, len(tokens))]).tolist()
         plan = self.cache.plan([slot], [count])
@@ -157,15 +187,6 @@ class Replay:
 
     def _release(self, number: int) -> None:
         self.cache.release(number)
-
-    def _load(self, host: HostMemory, number: int) -> None:
-        """Load what the host has of a prompt; wait for answers to end while there is no room."""
-        seconds = host.load(self._prompts[number])
-        while seconds is None and self._ends:
-            self._advance(self._ends[0][0])
-            seconds = host.load(self._prompts[number])
-        self._advance(self._now + (seconds or 0.0))
-        self.loading += seconds or 0.0
 
 
 def replay(

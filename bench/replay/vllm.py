@@ -18,8 +18,7 @@ from quire.kvcore import KVCache
 
 from ..kvcore.vllm import STATE_GROUPS, freeze, manager_of, sizes_of
 from .presets import PRESETS
-from .requests import TraceWorkload
-from .simulate import Replay, SimulatedTiming
+from .simulate import Replay, SimulatedTiming, TraceWorkload
 
 DECODE = 64  # tokens: a step of one token each would take minutes
 

@@ -5,8 +5,7 @@ from itertools import takewhile
 import numpy as np
 import pytest
 
-from quire.bench.common.traces import expand, trace_workload
-from quire.bench.common.workload import NUM_TURNS, chat_workload
+from quire.bench.common.workload import NUM_TURNS, chat_workload, expand, trace_workload
 from quire.models.tokenizer import ByteTokenizer
 
 ENCODE = ByteTokenizer().encode
