@@ -6,14 +6,14 @@ file's author ran.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from typing import Any
 
 from . import fields
 from .fields import only, read_fields
-from .model import FULL, SLIDING, LayerTypes, ModelConfig, RopeConfig
+from .model import FULL, SLIDING, AttentionConfig, LayerTypes, ModelConfig, RopeConfig
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,6 @@ class QuantizationKeys:
             )
 
 
-# Keys that are fields of ModelConfig under the same name, in every family.
-_SAME_NAME = (
-    "vocab_size", "hidden_size", "max_position_embeddings", "rms_norm_eps", "bos_token_id",
-)  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextKeys:
     """Keys of every family.
@@ -69,6 +63,8 @@ class TextKeys:
     intermediate_size: fields.Width
     num_hidden_layers: fields.NumLayers
     num_attention_heads: fields.NumHeads
+    num_key_value_heads: fields.NumHeads | None = None
+    head_dim: fields.HeadSize | None = None
     max_position_embeddings: fields.NumTokens
     rms_norm_eps: fields.Epsilon = 1e-6
     eos_token_id: fields.TokenIds = None
@@ -78,10 +74,20 @@ class TextKeys:
     rope_theta: fields.Theta | None = None
     quantization_config: QuantizationKeys | None = None
 
-    def common_fields(self) -> dict[str, Any]:
-        """Fields of ModelConfig whose keys are the same in every family."""
-        same = {name: getattr(self, name) for name in _SAME_NAME}
-        return same | {"eos_token_ids": token_ids(self.eos_token_id)}
+    def config(self, **more: Any) -> ModelConfig:
+        """A configuration with the keys that are fields of it, and ``more`` fields."""
+        same = {f.name for f in fields_of(ModelConfig)} & {f.name for f in fields_of(self)}
+        given = {name: getattr(self, name) for name in same}
+        return ModelConfig(**given | {"eos_token_ids": token_ids(self.eos_token_id)} | more)
+
+    def attention(self, rope: RopeConfig) -> AttentionConfig:
+        """Attention shapes of layers that see all tokens."""
+        return AttentionConfig(
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self.num_key_value_heads or self.num_attention_heads,
+            head_dim=self.head_dim or self.hidden_size // self.num_attention_heads,
+            rope=rope,
+        )
 
     def rope_keys(self) -> dict[str, Any]:
         """``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``.
@@ -111,82 +117,28 @@ class LayeredKeys(TextKeys):
         return self.layer_types
 
 
-@dataclass(frozen=True)
-class RopeKeys:
-    """One entry of ``rope_parameters``, or the older ``rope_scaling``."""
-
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: fields.Theta = 1e4
-    factor: fields.Factor | None = None
-    partial_rotary_factor: fields.Share | None = None
-    original_max_position_embeddings: fields.NumTokens | None = None
-    low_freq_factor: fields.Positive | None = None
-    high_freq_factor: fields.Positive | None = None
-    beta_slow: fields.Positive | None = None
-    beta_fast: fields.Positive | None = None
-    truncate: fields.Flag = True
-    attention_factor: fields.Positive | None = None
-    mscale: fields.NotNegative | None = None
-    mscale_all_dim: fields.NotNegative | None = None
-
-    @property
-    def kind(self) -> str:
-        """The rope_type, under its newer or its older name."""
-        return self.rope_type or self.type or "default"
-
-    def config(self, max_positions: int | None = None) -> RopeConfig:
-        """The RoPE of the keys; ValueError for keys that its kind needs and the file lacks.
-
-        max_positions: default of ``original_max_position_embeddings`` of llama3.
-
-        Source: transformers ``modeling_rope_utils``.
-        """
-        needed: dict[str, tuple[str, ...]] = {
-            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-            "yarn": ("factor", "original_max_position_embeddings"),
-        }
-        if absent := [key for key in needed.get(self.kind, ()) if getattr(self, key) is None]:
-            raise ValueError(f"rope_parameters: expected {absent} with rope_type {self.kind!r}")
-        factor, trained = float(self.factor or 1.0), self.original_max_position_embeddings
-        more: dict[str, Any] = {"partial_rotary_factor": float(self.partial_rotary_factor or 1.0)}
-        if self.kind == "llama3":
-            more = {
-                "original_max_positions": trained or max_positions,
-                "low": float(self.low_freq_factor),
-                "high": float(self.high_freq_factor),
-            }
-        elif self.kind == "yarn":
-            more = {
-                "original_max_positions": trained,
-                "low": float(self.beta_slow or 1),
-                "high": float(self.beta_fast or 32),
-                "truncate": self.truncate,
-                "amplitude": self._amplitude(factor),
-            }
-        return RopeConfig(self.kind, float(self.rope_theta), factor=factor, **more)
-
-    def _amplitude(self, factor: float) -> float:
-        """Factor of cosine and sine of yarn."""
-        if self.attention_factor is not None:
-            return float(self.attention_factor)
-
-        def amplitude(mscale: float) -> float:
-            return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-        over, under = self.mscale, self.mscale_all_dim
-        return amplitude(over) / amplitude(under) if over and under else amplitude(1.0)
-
-
 def read_rope(
-    params: Mapping[str, Any], base: float, max_positions: int | None = None
+    params: Mapping[str, Any],
+    theta: float,
+    max_positions: int | None = None,
+    name: str = "rope_parameters",
 ) -> RopeConfig:
     """One entry of ``rope_parameters``, or keys of the older ``rope_scaling`` and ``rope_theta``.
 
-    base: rope_theta where the file has none; max_positions: as in `RopeKeys.config`.
+    theta, max_positions: rope_theta, and original_max_position_embeddings of "llama3", where the
+    file has none. name: of the entry.
     """
-    keys = read_fields(RopeKeys, {"rope_theta": base} | params, "rope_parameters")
-    return keys.config(max_positions)
+    given = {key: value for key, value in params.items() if value is not None}
+    default: dict[str, Any] = {"rope_theta": theta, "rope_type": given.get("type", "default")}
+    if given.get("rope_type", default["rope_type"]) == "llama3":
+        default["original_max_position_embeddings"] = max_positions
+    return read_fields(RopeConfig, default | given, name)
+
+
+def write_rope(rope: RopeConfig) -> dict[str, Any]:
+    """The ``rope_parameters`` entry of a RoPE; the reverse of `read_rope`."""
+    default, always = RopeConfig(), ("rope_type", "rope_theta")
+    return {k: v for k, v in vars(rope).items() if k in always or v != getattr(default, k)}
 
 
 def token_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
@@ -194,29 +146,29 @@ def token_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
     return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
-def common_keys(config: ModelConfig) -> dict[str, Any]:
-    """The keys that every family writes alike; the reverse of `TextKeys.common_fields`."""
-    names = (*_SAME_NAME, "intermediate_size", "attention_bias", "tie_word_embeddings")
+def common_keys(config: ModelConfig, architecture: str) -> dict[str, Any]:
+    """Keys that every family writes; the reverse of `TextKeys`."""
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings",
+        "rms_norm_eps", "bos_token_id", "attention_bias", "tie_word_embeddings",
+    )  # fmt: skip
+    shape = config.sliding or config.full
     return {name: getattr(config, name) for name in names} | {
+        "architectures": [architecture],
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.full.num_heads,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "rope_parameters": write_rope(config.full.rope),
         "eos_token_id": list(config.eos_token_ids),
         "pad_token_id": 0,
     }
 
 
-def write_rope(rope: RopeConfig) -> dict[str, Any]:
-    """The ``rope_parameters`` entry of a RoPE; the reverse of `read_rope`."""
-    out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.base}
-    if rope.kind == "proportional":
-        out["partial_rotary_factor"] = rope.partial_rotary_factor
-    if rope.factor != 1.0:
-        out["factor"] = rope.factor
-    if rope.kind == "llama3":
-        out |= {"low_freq_factor": rope.low, "high_freq_factor": rope.high}
-    if rope.kind == "yarn":
-        out |= {"beta_slow": rope.low, "beta_fast": rope.high, "truncate": rope.truncate}
-        out["attention_factor"] = rope.amplitude
-    if rope.original_max_positions is not None:
-        out["original_max_position_embeddings"] = rope.original_max_positions
-    return out
+def layer_keys(config: ModelConfig) -> dict[str, Any]:
+    """Keys that families with two kinds of layers write; the reverse of `LayeredKeys`."""
+    assert config.sliding is not None
+    return {
+        "layer_types": list(config.layer_types),
+        "sliding_window": config.sliding.sliding_window,
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,56 +15,77 @@ SLIDING = "sliding_attention"
 FULL = "full_attention"
 LayerTypes = tuple[Literal["sliding_attention", "full_attention"], ...]
 MAX_RANKS = 1024
-ROPE_KINDS = ("default", "linear", "proportional", "llama3", "yarn")
+# Types of rotary embeddings, and the keys that have no default there.
+ROPE_TYPES = {
+    "default": (),
+    "linear": (),
+    "proportional": (),
+    "llama3": (
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding of one kind of layer.
+    """Rotary embedding of one kind of layer, with the names of ``rope_parameters``.
+
+    "linear" divides all frequencies by ``factor``; of "proportional" only the first
+    ``partial_rotary_factor`` rotate; "llama3" and "yarn" divide low frequencies, keep high ones,
+    and blend those between. Keys of other types have no effect.
 
     Attributes:
-        kind: "default"; "linear": all frequencies divided by ``factor``; "proportional": only the
-            first ``partial_rotary_factor`` of them rotate; "llama3" and "yarn": low frequencies are
-            divided, high ones stay, and those between are blended.
-        original_max_positions: tokens that the unscaled model was trained on (llama3, yarn).
-        low, high: ends of the blend: ``low_freq_factor`` and ``high_freq_factor``, or ``beta_slow``
-            and ``beta_fast``.
-        truncate: yarn only, round the ends of the blend to whole channel pairs.
-        amplitude: factor of cosine and sine (``attention_factor`` of yarn), else 1.
+        original_max_position_embeddings: tokens that the unscaled model was trained on.
+        low_freq_factor, high_freq_factor, beta_slow, beta_fast: ends of the blend.
+        truncate: round the ends of yarn's blend to whole channel pairs.
+        attention_factor, mscale, mscale_all_dim: see `amplitude`.
 
     Source: transformers ``modeling_rope_utils``.
     """
 
-    kind: str
-    base: fields.Theta
-    factor: fields.Factor = 1.0
+    rope_type: str = "default"
+    rope_theta: fields.Theta = 1e4
+    factor: fields.Factor | None = None
     partial_rotary_factor: fields.Share = 1.0
-    original_max_positions: fields.NumTokens | None = None
-    low: fields.Positive = 1.0
-    high: fields.Positive = 4.0
+    original_max_position_embeddings: fields.NumTokens | None = None
+    low_freq_factor: fields.Positive | None = None
+    high_freq_factor: fields.Positive | None = None
+    beta_slow: fields.Positive = 1.0
+    beta_fast: fields.Positive = 32.0
     truncate: bool = True
-    amplitude: fields.Positive = 1.0
+    attention_factor: fields.Positive | None = None
+    mscale: fields.NotNegative | None = None
+    mscale_all_dim: fields.NotNegative | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.kind not in ROPE_KINDS:
-            raise NotImplementedError(f"rope_type: supported are {ROPE_KINDS}, got {self.kind!r}")
-        if self.kind != "proportional" and self.partial_rotary_factor != 1.0:
+        kind = self.rope_type
+        if kind not in ROPE_TYPES:
+            raise NotImplementedError(f"rope_type: supported are {[*ROPE_TYPES]}, got {kind!r}")
+        if absent := [key for key in ROPE_TYPES[kind] if getattr(self, key) is None]:
+            raise ValueError(f"rope_parameters: expected {absent} with rope_type {kind!r}")
+        if kind != "proportional" and self.partial_rotary_factor != 1.0:
             raise NotImplementedError(
                 f"partial_rotary_factor: supported with rope_type 'proportional', got "
-                f"{self.partial_rotary_factor} with {self.kind!r}"
+                f"{self.partial_rotary_factor} with {kind!r}"
             )
-        if (self.kind in ("llama3", "yarn")) != (self.original_max_positions is not None):
-            raise ValueError(
-                "original_max_position_embeddings: expected a number with 'llama3' and 'yarn' "
-                "only, got "
-                f"{self.original_max_positions} with {self.kind!r}"
-            )
-        if self.kind in ("llama3", "yarn") and self.low >= self.high:
-            raise ValueError(
-                "low_freq_factor, beta_slow: expected less than high_freq_factor or beta_fast, "
-                f"{self.high}, got {self.low}"
-            )
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least is not None and most is not None and least >= most:
+                raise ValueError(f"{low}: expected less than {high}={most}, got {least}")
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of cosine and sine."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        log = math.log(max(1.0, self.factor))
+        if self.mscale and self.mscale_all_dim:
+            return (0.1 * self.mscale * log + 1.0) / (0.1 * self.mscale_all_dim * log + 1.0)
+        return 0.1 * log + 1.0
 
 
 def expect_tokens(config: Any) -> None:

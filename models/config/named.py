@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -28,13 +27,13 @@ def _pattern(num_layers: int, period: int) -> tuple[str, ...]:
 
 def _gemma3(
     name: str, layers: tuple[str, ...], hidden: int, mlp: int, heads: tuple[int, int, int],
-    scalar: float, window: int, rope_factor: float = 8.0, max_positions: int = 131072,
+    scalar: float, window: int, rope_factor: float | None = 8.0, max_positions: int = 131072,
     vocab: int = 262208,
 ) -> ModelConfig:  # fmt: skip
     """A Gemma-3. heads: (num_heads, num_kv_heads, head_dim) of both kinds of layers."""
     sliding = AttentionConfig(*heads, rope=RopeConfig("default", 1e4), sliding_window=window)
-    kind = "default" if rope_factor == 1.0 else "linear"
-    full = replace(sliding, rope=RopeConfig(kind, 1e6, factor=rope_factor), sliding_window=None)
+    rope = RopeConfig("linear" if rope_factor else "default", 1e6, factor=rope_factor)
+    full = replace(sliding, rope=rope, sliding_window=None)
     return ModelConfig(
         name, "gemma3", vocab, hidden, mlp, layers, sliding, full, max_positions,
         query_pre_attn_scalar=scalar, norm_offset=1.0,
@@ -77,8 +76,7 @@ def _gpt_oss(
 ) -> ModelConfig:  # fmt: skip
     """A gpt-oss. heads: (num_heads, num_kv_heads, head_dim) of both kinds, which take turns."""
     rope = RopeConfig(
-        "yarn", 150000.0, factor=32.0, original_max_positions=trained, low=1.0, high=32.0,
-        truncate=False, amplitude=1.0 + 0.1 * math.log(32.0),
+        "yarn", 150000.0, factor=32.0, original_max_position_embeddings=trained, truncate=False,
     )  # fmt: skip
     full = AttentionConfig(*heads, rope=rope)
     return ModelConfig(
@@ -89,8 +87,11 @@ def _gpt_oss(
     )  # fmt: skip
 
 
-def _llama3(factor: float) -> RopeConfig:
-    return RopeConfig("llama3", 5e5, factor=factor, original_max_positions=8192)
+def _llama3(theta: float, factor: float, trained: int) -> RopeConfig:
+    return RopeConfig(
+        "llama3", theta, factor=factor, original_max_position_embeddings=trained,
+        low_freq_factor=1.0, high_freq_factor=4.0,
+    )  # fmt: skip
 
 
 _SHARES: dict[str, Any] = {"k_eq_v": False, "per_layer_input_size": 256, "max_positions": 131072}
@@ -99,7 +100,7 @@ _IDS: dict[str, Any] = {"eos": (1,), "bos": 2}
 # fmt: off
 _CONFIGS = (
     _gemma3("gemma-3-1b", _pattern(26, 6), 1152, 6912, (4, 1, 256), 256, 512,
-            rope_factor=1.0, max_positions=32768, vocab=262144),
+            rope_factor=None, max_positions=32768, vocab=262144),
     _gemma3("gemma-3-4b", _pattern(34, 6), 2560, 10240, (8, 4, 256), 256, 1024),
     _gemma3("gemma-3-12b", _pattern(48, 6), 3840, 15360, (16, 8, 256), 256, 1024),
     # The scalar is hidden_size / num_heads, not head_dim.
@@ -111,8 +112,8 @@ _CONFIGS = (
             num_kv_shared_layers=18, **_SHARES),
     _gemma4("gemma-4-e2b", _pattern(35, 5), 1536, 6144, 8, (1, 256), (1, 512), 512,
             num_kv_shared_layers=20, double_wide_mlp=True, **_SHARES),
-    _llama("llama-3.1-8b", 32, 4096, 14336, (32, 8, 128), _llama3(8.0)),
-    _llama("llama-3.2-1b", 16, 2048, 8192, (32, 8, 64), _llama3(32.0), tied=True),
+    _llama("llama-3.1-8b", 32, 4096, 14336, (32, 8, 128), _llama3(5e5, 8.0, 8192)),
+    _llama("llama-3.2-1b", 16, 2048, 8192, (32, 8, 64), _llama3(5e5, 32.0, 8192), tied=True),
     _gpt_oss("gpt-oss-20b", 24, 2880, (64, 8, 64), MoEConfig(32, 4, 2880), 128),
     _gpt_oss("gpt-oss-120b", 36, 2880, (64, 8, 64), MoEConfig(128, 4, 2880), 128),
     # Every branch differs in the tiny ones: scale not from head_dim, odd layer tail, other KV heads
@@ -127,7 +128,7 @@ _CONFIGS = (
             moe=MoEConfig(8, top_k=2, intermediate_size=40)),
     # Of 16 frequencies, some turn more than 4 times in 64 tokens, some less than once.
     _llama("llama-tiny", 4, 64, 96, (4, 2, 32), **_TINY, **_IDS,
-           rope=RopeConfig("llama3", 1e4, factor=8.0, original_max_positions=64)),
+           rope=_llama3(1e4, 8.0, 64)),
     _gpt_oss("gpt-oss-tiny", 4, 64, (4, 2, 32), MoEConfig(6, top_k=2, intermediate_size=40), 16,
              trained=256, **_TINY, **_IDS),
     # As in gemma-4-31b, a sliding layer's token has twice a full one's bytes: blocks of 16 and 32.

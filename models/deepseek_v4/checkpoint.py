@@ -14,10 +14,9 @@ Source: the released checkpoints; transformers 5.23 ``conversion_mapping``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,10 +25,10 @@ from quire.kernels.common.dequantize import FP4_GROUP
 
 from ..engine.memory import fits, free_memory
 from ..families.registry import Family, register_family
-from ..layers.moe import FP8_BLOCK, packed_shapes
-from ..loading.checkpoint import FLOATS, FP8, Stored, differs, read_headers
+from ..layers.moe import FP8_BLOCK
+from ..loading.checkpoint import FP8, read_headers
 from ..loading.dequantize import fill
-from ..loading.names import GATE, UP, WHOLE, Form, Storage, TensorTarget, match, unique
+from ..loading.names import GATE, UP, WHOLE, Storage, TensorTarget, match, unique
 from ..loading.shards import pieces_of
 from ..parallel.group import Group
 from .config import CONFIGS, MODEL_TYPE, DeepseekV4Config, from_hf, to_hf
@@ -39,7 +38,6 @@ _V41 = (
     "of DeepSeek-V4.1, single-pass hyper-connections, compressed caches and indexers that layers "
     "share, compress_ratios of 1 and 2, two-level top-k and Engram tables are not supported"
 )
-_KINDS = {FP8: "fp8", "I8": "fp4", "U8": "fp4"}
 
 # Applied in this order; each leaves names alone that are right already.
 _RENAMES = [
@@ -99,66 +97,7 @@ def target(stored: str) -> TensorTarget | None:
     return TensorTarget(name)
 
 
-class V4Storage(Storage):
-    """`Storage` of DeepSeek-V4."""
-
-    forms: ClassVar[Mapping[str, Form]] = {
-        **Storage.forms,
-        "plain or fp8": Form((*FLOATS, FP8)),  # what a matrix may be that is stored as neither
-        "fp8": Form((FP8,), ("F32", "F8_E8M0", "U8")),
-        "fp4": Form(("I8", "U8"), ("F8_E8M0", "U8")),
-    }
-
-    def __init__(self) -> None:
-        super().__init__(None, ())
-
-    def target(self, stored: str) -> TensorTarget | None:
-        """See `Storage`."""
-        return target(stored)
-
-    def kind(self, stored: Stored, part: Tensor) -> str:
-        """See `Storage`."""
-        if not part.is_floating_point():
-            return "ids"
-        kind = _KINDS.get(stored.dtype, "plain")
-        if kind == "plain" or part.ndim != 2:
-            return "plain"
-        return "plain or fp8" if kind == "fp4" and part.shape[1] % 32 else kind
-
-    def shape(self, kind: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """See `Storage`."""
-        return packed_shapes(kind, *shape)[0] if kind in ("fp8", "fp4") else tuple(shape)
-
-    def scale_misfit(self, kind: str, scale: Stored, shape: Sequence[int]) -> list[str]:
-        """See `Storage`."""
-        return differs(scale, scale.shape, packed_shapes(kind, *shape)[2])
-
-    def scale_name(self, stored: Stored) -> str | None:
-        """See `Storage`."""
-        return f"{stored.name.removesuffix('weight')}scale"
-
-    def parts(self, name: str, weight: Tensor) -> list[TensorTarget]:
-        """See `Storage`."""
-        if ".mlp.experts." not in name:
-            return []
-        parts = (GATE, UP) if name.endswith("gate_up_proj") else (WHOLE,)
-        return [TensorTarget(name, expert, part) for expert in range(len(weight)) for part in parts]
-
-
-def format_of_experts(found: Mapping[TensorTarget, Stored]) -> str | None:
-    """Format of the routed experts: "fp8", "fp4" or None.
-
-    Raises:
-        NotImplementedError: they are not all the same.
-    """
-    formats: dict[str | None, Stored] = {}
-    for where, stored in found.items():
-        if ".mlp.experts." in where.parameter and not where.is_scale:
-            formats.setdefault(_KINDS.get(stored.dtype), stored)
-    if len(formats) > 1:
-        of = " and ".join(f"{stored.dtype} of {stored}" for stored in formats.values())
-        raise NotImplementedError(f"experts: expected one format for all, got {of}")
-    return next(iter(formats), None)
+STORAGE = Storage(target, {FP8: "fp8", "I8": "fp4", "U8": "fp4"}, (FP8_BLOCK, FP8_BLOCK))
 
 
 def load(
@@ -172,15 +111,19 @@ def load(
             f"max_position_embeddings: expected rotary tables of at most the free {free} bytes, "
             f"got {tables} bytes for {config.max_position_embeddings} tokens"
         )
-    storage = V4Storage()
-    found = unique(path, storage, read_headers(path))
+    found = unique(path, STORAGE, read_headers(path))
     config = _with_stored_drafter(config, found)
-    kept = format_of_experts(found)
-    if fp8 == "keep" and kept is None:
-        raise ValueError("fp8: expected 'auto' or 'dequantize', the experts here are not quantized")
     whole = DeepseekV4(config, device="meta", dtype=dtype)
     parameters = dict(whole.named_parameters())
-    sources = match(path, found, parameters, storage)
+    sources = match(path, found, parameters, STORAGE)
+    experts = [source for source in sources if ".mlp.experts." in source.target.parameter]
+    formats = {source.kind: source.value for source in experts}
+    if len(formats) > 1:
+        of = " and ".join(f"{kind} of {stored}" for kind, stored in formats.items())
+        raise NotImplementedError(f"experts: expected one format for all, got {of}")
+    kept = next((kind for kind in formats if kind != "plain"), None)
+    if fp8 == "keep" and kept is None:
+        raise ValueError("fp8: expected 'auto' or 'dequantize', the experts here are not quantized")
     plain, pieces = whole, {}
     if group is not None:
         # Other matrices than experts are dequantized: they may be cut anywhere.

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from ..config import fields
 from ..config.fields import check_fields, checked, only, read_fields, shown
-from ..config.keys import RopeKeys, token_ids, write_rope
+from ..config.keys import read_rope, token_ids, write_rope
 from ..config.model import (
     BYTE_VOCAB,
     SLIDING,
@@ -237,7 +237,10 @@ def layer_types_of(compress_ratios: Sequence[int]) -> tuple[str, ...]:
 
 
 _ROPE = RopeConfig("default", 1e4)
-_YARN = RopeConfig("yarn", 1.6e5, factor=16.0, original_max_positions=65536, low=1.0, high=32.0)
+# Cosines and sines are not scaled.
+_YARN = RopeConfig(
+    "yarn", 1.6e5, factor=16.0, original_max_position_embeddings=65536, attention_factor=1.0
+)
 
 
 def _released(name: str, ratios: Sequence[int], **sizes: Any) -> DeepseekV4Config:
@@ -265,7 +268,7 @@ _TINY = DeepseekV4Config(
     mlp_layer_types=(HASH_MOE,) * 2 + (MOE,) * 4, num_heads=4, head_dim=32, rope_dim=8,
     q_lora_rank=24, o_groups=2, o_lora_rank=16, sliding_window=16, hca_ratio=8, index_num_heads=16,
     index_head_dim=16, index_topk=4, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48,
-    swiglu_limit=1.0, rope=_ROPE, compress_rope=replace(_YARN, original_max_positions=64),
+    swiglu_limit=1.0, rope=_ROPE, compress_rope=replace(_YARN, original_max_position_embeddings=64),
     max_position_embeddings=4096,
 )
 # Few layers, with the head sizes that the quantized cache layout is for.
@@ -287,11 +290,10 @@ class DeepseekV4Quantization:
 
 
 @dataclass(frozen=True)
-class RateKeys:
-    """``compress_rates``: tokens of an entry, by kind of layer."""
+class PartialKeys:
+    """Key of a RoPE that says how many channels of a head are rotated."""
 
-    compressed_sparse_attention: Ratio = 4
-    heavily_compressed_attention: Ratio = 128
+    partial_rotary_factor: fields.Share | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,9 +312,9 @@ class DeepseekV4Keys(Sizes):
     dspark_target_layer_ids: tuple[fields.NumShared, ...] | None = None
     layer_types: LayerTypes | None = None
     compress_ratios: tuple[fields.ints(0, 2**16), ...] | None = None
-    compress_rates: RateKeys | None = None
-    compress_rate_csa: Ratio | None = None
-    compress_rate_hca: Ratio | None = None
+    compress_rates: dict[str, Ratio] | None = None
+    compress_rate_csa: only(None, 4) = None
+    compress_rate_hca: only(None, 128) = None
     mlp_layer_types: MlpLayerTypes | None = None
     num_hash_layers: fields.NumShared = 3
     num_attention_heads: fields.NumHeads = 64
@@ -320,8 +322,7 @@ class DeepseekV4Keys(Sizes):
     qk_rope_head_dim: fields.HeadSize | None = None
     partial_rotary_factor: fields.Share | None = None
     index_n_heads: fields.NumHeads = 64
-    n_routed_experts: fields.NumExperts | None = None
-    num_local_experts: fields.NumExperts = 256
+    n_routed_experts: fields.NumExperts = 256
     n_shared_experts: only(1) = 1
     eos_token_id: fields.TokenIds = 1
     rope_theta: fields.Theta = 1e4
@@ -353,18 +354,20 @@ def from_hf(config: Mapping[str, Any], name: str | None = None) -> DeepseekV4Con
     """
     keys = read_fields(DeepseekV4Keys, config)
     layer_types, num_mtp_layers = _layer_types(keys)
-    rates = keys.compress_rates or RateKeys()
+    num_layers = keys.num_hidden_layers
+    hashed = (HASH_MOE,) * min(keys.num_hash_layers, num_layers) + (MOE,) * num_layers
+    rates = keys.compress_rates or {}
     return DeepseekV4Config(
         name=name or MODEL_TYPE,
         layer_types=layer_types,
-        mlp_layer_types=_mlp_layer_types(keys),
+        mlp_layer_types=_first("mlp_layer_types", keys.mlp_layer_types or hashed, num_layers),
         num_mtp_layers=num_mtp_layers,
         dspark=_dspark(keys),
         num_heads=keys.num_attention_heads,
-        csa_ratio=keys.compress_rate_csa or rates.compressed_sparse_attention,
-        hca_ratio=keys.compress_rate_hca or rates.heavily_compressed_attention,
+        csa_ratio=rates.get(CSA, 4),
+        hca_ratio=rates.get(HCA, 128),
         index_num_heads=keys.index_n_heads,
-        num_experts=keys.n_routed_experts or keys.num_local_experts,
+        num_experts=keys.n_routed_experts,
         eos_token_ids=token_ids(keys.eos_token_id),
         **_rope(keys),
         **_sizes(keys),
@@ -409,14 +412,6 @@ def _dspark(keys: DeepseekV4Keys) -> DSparkConfig | None:
     return DSparkConfig(num_stages, keys.dspark_block_size, **given)
 
 
-def _mlp_layer_types(keys: DeepseekV4Keys) -> tuple[str, ...]:
-    num_layers = keys.num_hidden_layers
-    if keys.mlp_layer_types is not None:
-        return _first("mlp_layer_types", keys.mlp_layer_types, num_layers)
-    num_hash_layers = min(keys.num_hash_layers, num_layers)
-    return (HASH_MOE,) * num_hash_layers + (MOE,) * (num_layers - num_hash_layers)
-
-
 def _first(name: str, entries: tuple[Any, ...], num_layers: int) -> tuple[Any, ...]:
     """The entries of the trunk's layers; what follows is the drafters'."""
     if len(entries) < num_layers:
@@ -429,41 +424,36 @@ def _first(name: str, entries: tuple[Any, ...], num_layers: int) -> tuple[Any, .
 def _rope(keys: DeepseekV4Keys) -> dict[str, Any]:
     """The fields rope, compress_rope and rope_dim, from nested or flat parameters."""
     name = "rope_parameters" if keys.rope_parameters else "rope_scaling"
-    given, part = getattr(keys, name) or {}, name
+    given = getattr(keys, name) or {}
     # A flat rope_theta is the main one: only the nested form says what compressed layers use.
-    compress = given | {"rope_theta": keys.compress_rope_theta}
+    of_main, of_compress, at = {}, given | {"rope_theta": None}, name
     if "main" in given:
-        part, compress = f"{name}.compress", given.get("compress", {})
-    main = _rope_keys(given.get("main", {}), f"{name}.main", keys.rope_theta)
-    compress = _rope_keys(compress, part, keys.compress_rope_theta)
-    if main.kind != "default":
-        raise NotImplementedError(
-            f"{name}.main: supported is rope_type 'default', got {main.kind!r}"
-        )
-    if compress.kind not in ("default", "yarn") or compress.attention_factor not in (None, 1.0):
-        raise NotImplementedError(
-            f"{part}: supported are rope_type 'default', and 'yarn' with attention_factor 1.0, "
-            f"got {compress.kind!r} with {compress.attention_factor}"
-        )
-    partial = keys.partial_rotary_factor or main.partial_rotary_factor or 64 / 512
-    size = int(keys.head_dim * partial)
+        of_main = checked(dict, f"{name}.main", given["main"])
+        at = f"{name}.compress"
+        of_compress = checked(dict, at, given.get("compress", {}))
+    partial = keys.partial_rotary_factor
+    partial = partial or read_fields(PartialKeys, of_main, f"{name}.main").partial_rotary_factor
+    size = int(keys.head_dim * (partial or 64 / 512))
     if keys.qk_rope_head_dim is None and (size < 2 or size % 2):
         raise ValueError(
             f"partial_rotary_factor: expected an even number of head_dim={keys.head_dim} channels, "
             f"got {partial} of them"
         )
-    # Cosines and sines are not scaled; `rope_dim` says how many channels are rotated.
-    main = replace(main, partial_rotary_factor=None)
-    compress = replace(compress, partial_rotary_factor=None, attention_factor=1.0)
-    return {
-        "rope_dim": keys.qk_rope_head_dim or size,
-        "rope": main.config(),
-        "compress_rope": compress.config(),
-    }
-
-
-def _rope_keys(data: Any, name: str, theta: float) -> RopeKeys:
-    return read_fields(RopeKeys, {"rope_theta": theta} | checked(dict, name, data), name)
+    whole = {"partial_rotary_factor": None}
+    main = read_rope(of_main | whole, keys.rope_theta, name=f"{name}.main")
+    compress = read_rope(of_compress | whole, keys.compress_rope_theta, name=at)
+    if main.rope_type != "default":
+        raise NotImplementedError(
+            f"{name}.main: supported is rope_type 'default', got {main.rope_type!r}"
+        )
+    if compress.rope_type == "yarn" and compress.attention_factor is None:
+        compress = replace(compress, attention_factor=1.0)
+    if compress.rope_type not in ("default", "yarn") or compress.amplitude != 1.0:
+        raise NotImplementedError(
+            f"{at}: supported are rope_type 'default', and 'yarn' with attention_factor 1.0, "
+            f"got {compress.rope_type!r} with {compress.attention_factor}"
+        )
+    return {"rope_dim": keys.qk_rope_head_dim or size, "rope": main, "compress_rope": compress}
 
 
 def to_hf(config: DeepseekV4Config) -> dict[str, Any]:
@@ -483,8 +473,8 @@ def to_hf(config: DeepseekV4Config) -> dict[str, Any]:
         "index_n_heads": config.index_num_heads,
         "n_routed_experts": config.num_experts,
         "n_shared_experts": 1,
-        "rope_theta": config.rope.base,
-        "compress_rope_theta": config.compress_rope.base,
+        "rope_theta": config.rope.rope_theta,
+        "compress_rope_theta": config.compress_rope.rope_theta,
         "rope_parameters": {
             "main": write_rope(config.rope) | partial,
             "compress": write_rope(config.compress_rope) | partial,

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import fields
 from ..config.fields import only, read_fields, read_object
-from ..config.keys import LayeredKeys, common_keys, read_rope, write_rope
+from ..config.keys import LayeredKeys, common_keys, layer_keys, read_rope, write_rope
 from ..config.model import FULL, SLIDING, AttentionConfig, ModelConfig, RopeConfig
 from .gemma import Gemma
 from .registry import Family, register_family
@@ -36,38 +36,25 @@ class GemmaKeys(LayeredKeys):
     tie_word_embeddings: only(True) = True
     use_bidirectional_attention: only(None, False, "vision") = None
 
-    def model_fields(self, sliding: RopeConfig, full: RopeConfig) -> dict[str, Any]:
-        """Fields of ModelConfig, with the RoPE of both kinds of layers."""
-        attention = AttentionConfig(
-            num_heads=self.num_attention_heads,
-            num_kv_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            rope=sliding,
-            sliding_window=self.sliding_window,
-        )
-        return self.common_fields() | {
-            "intermediate_size": self.intermediate_size,
-            "sliding": attention,
-            "full": replace(attention, rope=full, sliding_window=None),
-            "final_logit_softcapping": self.final_logit_softcapping,
-        }
+    def shapes(self, sliding: RopeConfig, full: RopeConfig) -> dict[str, AttentionConfig]:
+        """Attention shapes of both kinds of layers, which may differ in their RoPE."""
+        window = replace(self.attention(sliding), sliding_window=self.sliding_window)
+        return {"sliding": window, "full": self.attention(full)}
 
 
-def keys_of_both(config: ModelConfig) -> dict[str, Any]:
+def keys_of_both(config: ModelConfig, architecture: str) -> dict[str, Any]:
     """Keys that both Gemma families write."""
     assert config.sliding is not None
-    return common_keys(config) | {
-        "num_key_value_heads": config.sliding.num_kv_heads,
-        "head_dim": config.sliding.head_dim,
-        "sliding_window": config.sliding.sliding_window,
-        "layer_types": list(config.layer_types),
-        "rope_parameters": {
-            SLIDING: write_rope(config.sliding.rope),
-            FULL: write_rope(config.full.rope),
-        },
-        "final_logit_softcapping": config.final_logit_softcapping,
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
+    ropes = {SLIDING: config.sliding.rope, FULL: config.full.rope}
+    return (
+        common_keys(config, architecture)
+        | layer_keys(config)
+        | {
+            "rope_parameters": {kind: write_rope(rope) for kind, rope in ropes.items()},
+            "final_logit_softcapping": config.final_logit_softcapping,
+            "hidden_activation": "gelu_pytorch_tanh",
+        }
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +78,8 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
     keys = read_fields(Gemma3Keys, text)
     given = keys.rope_parameters or {}
     scaled = read_object(given, FULL) | (keys.rope_scaling or {})  # never applies to sliding layers
-    return ModelConfig(
-        **keys.model_fields(
+    return keys.config(
+        **keys.shapes(
             sliding=read_rope(read_object(given, SLIDING), keys.rope_local_base_freq),
             full=read_rope(scaled, keys.rope_theta),
         ),
@@ -100,18 +87,17 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
         family="gemma3",
         # Hub files may carry the pattern as an int.
         layer_types=keys.layers(keys.sliding_window_pattern or keys._sliding_window_pattern),
-        query_pre_attn_scalar=keys.query_pre_attn_scalar,
         norm_offset=1.0,
     )
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Write config.json."""
-    return keys_of_both(config) | {
-        "architectures": ["Gemma3ForCausalLM"],
+    more = {
         "query_pre_attn_scalar": config.query_pre_attn_scalar,
         "attn_logit_softcapping": None,
     }
+    return keys_of_both(config, "Gemma3ForCausalLM") | more
 
 
 _GEMMA3N = "of Gemma-3n, AltUp streams, LAuReL blocks and activation sparsity are not supported"

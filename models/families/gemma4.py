@@ -68,11 +68,11 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
         raise ValueError(f"rope_parameters: expected {SLIDING!r} and {FULL!r}, got {shown(given)}")
     # transformers forces the last one, so weights have the shapes of a full layer.
     layer_types = (*keys.layers(pattern=6)[:-1], FULL)
-    shared = keys.model_fields(
+    shapes = keys.shapes(
         sliding=read_rope(read_object(given, SLIDING), 1e4),
         full=read_rope(read_object(given, FULL), 1e6),
     )
-    shared["full"] = replace(shared["full"], **_full_shapes(keys, layer_types))
+    shapes["full"] = replace(shapes["full"], **_full_shapes(keys, layer_types))
     width, moe = 0 if unified else keys.hidden_size_per_layer_input, None
     if width and keys.vocab_size_per_layer_input != keys.vocab_size:
         raise NotImplementedError(
@@ -84,15 +84,14 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
         if absent := [key for key in wanted if getattr(keys, key) is None]:
             raise ValueError(f"enable_moe_block: expected {absent} beside it")
         moe = MoEConfig(*(getattr(keys, key) for key in wanted))
-    return ModelConfig(
-        **shared,
+    return keys.config(
+        **shapes,
         name=name,
         family="gemma4",
         layer_types=layer_types,
         query_pre_attn_scalar=1.0,  # the q and k norms carry the scale
         moe=moe,
         per_layer_input_size=width,
-        num_kv_shared_layers=keys.num_kv_shared_layers,
         double_wide_mlp=keys.use_double_wide_mlp,
     )
 
@@ -126,8 +125,7 @@ def _full_shapes(keys: Gemma4Keys, layer_types: Sequence[str]) -> dict[str, Any]
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Write config.json."""
-    return keys_of_both(config) | {
-        "architectures": ["Gemma4ForCausalLM"],
+    return keys_of_both(config, "Gemma4ForCausalLM") | {
         "global_head_dim": config.full.head_dim,
         "num_global_key_value_heads": config.full.num_kv_heads,
         "attention_k_eq_v": config.full.k_eq_v,

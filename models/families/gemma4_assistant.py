@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from ..layers.basic import Embedding, Linear, RMSNorm, WeightPlacement
 from ..layers.kv_cache import PageTensors
 from ..loading.checkpoint import read_headers
 from ..loading.dequantize import fill
-from ..loading.names import Storage, match, unique
+from ..loading.names import Storage, match, text_target, unique
 from .decoder import Rotary, rope_frequencies, rotary_of
 from .gemma import DecoderLayer
 from .gemma4 import config_from_hf
@@ -255,7 +256,7 @@ def load_assistant(
     keys, config = read_config(path)
     assistant = Assistant(keys, config, device=torch.device(device), dtype=dtype)
     parameters = dict(assistant.named_parameters())
-    storage = Storage(config, parameters)
+    storage = Storage(partial(text_target, names=parameters, config=config))
     sources = match(path, unique(path, storage, read_headers(path)), parameters, storage)
     fill(assistant, sources, {}, {})
     return assistant

@@ -16,8 +16,8 @@ from quire.kernels import combine_experts, expert_mlp, route_tokens
 
 from ..config import fields
 from ..config.fields import only, read_fields
-from ..config.keys import LayeredKeys, common_keys, read_rope, write_rope
-from ..config.model import AttentionConfig, ModelConfig, MoEConfig
+from ..config.keys import LayeredKeys, common_keys, layer_keys, read_rope
+from ..config.model import ModelConfig, MoEConfig
 from ..layers.basic import Linear, WeightPlacement, linear_fp32
 from ..loading.random_weights import draw
 from .llama import Attention, Llama
@@ -60,14 +60,8 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
         "truncate": False,
         "original_max_position_embeddings": 4096,
     }
-    full = AttentionConfig(
-        num_heads=keys.num_attention_heads,
-        num_kv_heads=keys.num_key_value_heads,
-        head_dim=keys.head_dim or keys.hidden_size // keys.num_attention_heads,
-        rope=read_rope(keys.rope_keys() or released, 150000.0),
-    )
-    return ModelConfig(
-        **keys.common_fields(),
+    full = keys.attention(read_rope(keys.rope_keys() or released, 150000.0))
+    return keys.config(
         name=name,
         family="gpt_oss",
         intermediate_size=0,
@@ -79,30 +73,19 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
             top_k=keys.num_experts_per_tok,
             intermediate_size=keys.intermediate_size,
         ),
-        attention_bias=keys.attention_bias,
-        tie_word_embeddings=keys.tie_word_embeddings,
     )
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Write config.json."""
-    assert config.sliding is not None and config.moe is not None
-    return (
-        common_keys(config)
-        | SWIGLU
-        | {
-            "architectures": ["GptOssForCausalLM"],
-            "intermediate_size": config.moe.intermediate_size,
-            "num_key_value_heads": config.full.num_kv_heads,
-            "head_dim": config.full.head_dim,
-            "hidden_act": "silu",
-            "sliding_window": config.sliding.sliding_window,
-            "layer_types": list(config.layer_types),
-            "rope_parameters": write_rope(config.full.rope),
-            "num_local_experts": config.moe.num_experts,
-            "num_experts_per_tok": config.moe.top_k,
-        }
-    )
+    assert config.moe is not None
+    more = {
+        "intermediate_size": config.moe.intermediate_size,
+        "hidden_act": "silu",
+        "num_local_experts": config.moe.num_experts,
+        "num_experts_per_tok": config.moe.top_k,
+    }
+    return common_keys(config, "GptOssForCausalLM") | layer_keys(config) | SWIGLU | more
 
 
 class Experts(nn.Module):

@@ -15,8 +15,8 @@ from quire.kernels import norm_rope
 
 from ..config import fields
 from ..config.fields import only, read_fields
-from ..config.keys import TextKeys, common_keys, read_rope, write_rope
-from ..config.model import FULL, AttentionConfig, ModelConfig
+from ..config.keys import TextKeys, common_keys, read_rope
+from ..config.model import FULL, ModelConfig
 from ..layers.attention import Attend
 from ..layers.basic import MLP, Linear, RMSNorm, Stacked, WeightPlacement
 from .decoder import Decoder, Rotary
@@ -32,8 +32,6 @@ class LlamaKeys(TextKeys):
     intermediate_size: fields.Width = 11008
     num_hidden_layers: fields.NumLayers = 32
     num_attention_heads: fields.NumHeads = 32
-    num_key_value_heads: fields.NumHeads | None = None
-    head_dim: fields.HeadSize | None = None
     max_position_embeddings: fields.NumTokens = 2048
     eos_token_id: fields.TokenIds = 2
     bos_token_id: fields.TokenId | None = 1
@@ -44,22 +42,13 @@ class LlamaKeys(TextKeys):
 
     def model_config(self, family: str, name: str) -> ModelConfig:
         """The configuration of a model of ``family``."""
-        attention = AttentionConfig(
-            num_heads=self.num_attention_heads,
-            num_kv_heads=self.num_key_value_heads or self.num_attention_heads,
-            head_dim=self.head_dim or self.hidden_size // self.num_attention_heads,
-            rope=read_rope(self.rope_keys(), 10000.0, self.max_position_embeddings),
-        )
-        return ModelConfig(
-            **self.common_fields(),
+        rope = read_rope(self.rope_keys(), 1e4, self.max_position_embeddings)
+        return self.config(
             name=name,
             family=family,
-            intermediate_size=self.intermediate_size,
             layer_types=(FULL,) * self.num_hidden_layers,
             sliding=None,
-            full=attention,
-            attention_bias=self.attention_bias,
-            tie_word_embeddings=self.tie_word_embeddings,
+            full=self.attention(rope),
         )
 
 
@@ -70,14 +59,8 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Write config.json."""
-    return common_keys(config) | {
-        "architectures": ["LlamaForCausalLM"],
-        "num_key_value_heads": config.full.num_kv_heads,
-        "head_dim": config.full.head_dim,
-        "hidden_act": "silu",
-        "mlp_bias": False,
-        "rope_parameters": write_rope(config.full.rope),
-    }
+    more = {"hidden_act": "silu", "mlp_bias": False}
+    return common_keys(config, "LlamaForCausalLM") | more
 
 
 class Attention(nn.Module):

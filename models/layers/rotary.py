@@ -18,12 +18,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     Source: transformers ``modeling_rope_utils``.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / rope.base**exponent
-    if rope.kind == "proportional":
+    frequencies = 1.0 / rope.rope_theta**exponent
+    if rope.rope_type == "proportional":
         frequencies[int(rope.partial_rotary_factor * head_dim // 2) :] = 0.0
-    if rope.kind in ("linear", "proportional"):
-        return frequencies / rope.factor
-    if rope.kind in ("llama3", "yarn"):
+    if rope.rope_type in ("linear", "proportional"):
+        return frequencies / (rope.factor or 1.0)
+    if rope.rope_type in ("llama3", "yarn"):
         share = _unscaled_share(rope, frequencies)
         return frequencies * (share + (1 - share) / rope.factor)
     return frequencies
@@ -32,20 +32,18 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 def _unscaled_share(rope: RopeConfig, frequencies: Tensor) -> Tensor:
     """[head_dim // 2] fp32: 1 for high frequencies, 0 for low ones, a ramp between.
 
-    The ramp of llama3 is linear in the turns within ``original_max_positions``, that of yarn in the
+    The ramp of llama3 is linear in the turns within the trained tokens, that of yarn in the
     channel pair.
     """
-    assert rope.original_max_positions is not None
-    if rope.kind == "llama3":
-        turns = frequencies * (rope.original_max_positions / (2 * math.pi))
-        return ((turns - rope.low) / (rope.high - rope.low)).clamp(0, 1)
-    num_pairs = len(frequencies)
+    trained, num_pairs = rope.original_max_position_embeddings, len(frequencies)
+    if rope.rope_type == "llama3":
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        return ((frequencies * (trained / (2 * math.pi)) - low) / (high - low)).clamp(0, 1)
 
     def pair_that_turns(turns: float) -> float:
-        wavelength = rope.original_max_positions / (2 * math.pi * turns)
-        return num_pairs * math.log(wavelength) / math.log(rope.base)
+        return num_pairs * math.log(trained / (2 * math.pi * turns)) / math.log(rope.rope_theta)
 
-    first, last = pair_that_turns(rope.high), pair_that_turns(rope.low)
+    first, last = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     # The upper limit is in channels, not pairs, as in the paper's code; it matters where no

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -60,92 +60,67 @@ class TensorTarget:
         return f"{self.parameter}{expert}" + ("" if self.part == WHOLE else f".{self.part}")
 
 
+# Stored dtypes of values of a kind and of their scales, as safetensors calls them.
+FORMS = {
+    "plain": (FLOATS, ()),
+    "ids": (("I64", "I32"), ()),  # of experts or tokens
+    "fp8": ((FP8,), ("F32", "F16", "BF16", "F8_E8M0", "U8")),
+    "fp4": (("I8", "U8"), ("F8_E8M0", "U8")),
+    "mxfp4": (("U8",), ("U8",)),
+}
+TEXT_KINDS = {FP8: "fp8", "U8": "mxfp4"}
+
+
 @dataclass(frozen=True)
-class Form:
-    """Stored dtypes of values of one kind and of their scales, as safetensors calls them."""
-
-    dtypes: tuple[str, ...]
-    scale_dtypes: tuple[str, ...] = ()
-
-
 class Storage:
-    """Names and storage of tensors in a family's checkpoints.
+    """Names and formats of the tensors in a family's checkpoints.
 
-    Args:
-        names: of the model's weights.
+    Attributes:
+        target: (stored name) -> what it fills; None = it is not read.
+        kinds: kinds of values by their stored dtype; others are "plain".
         fp8_block: rows and columns of fp8 weights that share a scale; None = by the scales' shapes.
-        weight_name: as in `quire.models.families.registry.Family`.
     """
 
-    forms: ClassVar[Mapping[str, Form]] = {
-        "plain": Form(FLOATS),
-        "ids": Form(("I64", "I32")),  # of experts or tokens
-        "fp8": Form((FP8,), ("F32", "F16", "BF16", "F8_E8M0")),
-        "mxfp4": Form(("U8",), ("U8",)),
-    }
-
-    def __init__(
-        self,
-        config: Any,
-        names: Collection[str],
-        fp8_block: Sequence[int] | None = None,
-        weight_name: Callable[[str, Any], str | None] | None = None,
-    ) -> None:
-        self._config, self._names, self._fp8_block = config, names, fp8_block
-        self._weight_name = weight_name
-
-    def target(self, stored: str) -> TensorTarget | None:
-        """Target of the tensor with this name; None = it is not read.
-
-        A name that no rule knows stays as it is.
-        """
-        name = self._text_name(stored)
-        if name is None or name in self._names:  # some weights are called scales too
-            return name and TensorTarget(name)
-        if name.endswith("_blocks"):
-            return TensorTarget(name.removesuffix("_blocks"))
-        values, is_scale = re.subn(r"_(scale_inv|scale|scales)$", "", name)
-        return TensorTarget(values, is_scale=bool(is_scale))
-
-    def _text_name(self, stored: str) -> str | None:
-        if _IGNORED.match(stored):
-            return None
-        if head := re.search(r"\blm_head\.weight(_scale|_scale_inv)?$", stored):
-            return None if self._config.tie_word_embeddings else head[0]
-        name = text_name(stored)
-        return name if self._weight_name is None else self._weight_name(name, self._config)
+    target: Callable[[str], TensorTarget | None]
+    kinds: Mapping[str, str] = field(default_factory=lambda: TEXT_KINDS)
+    fp8_block: Sequence[int] | None = None
 
     def kind(self, stored: Stored, part: Tensor) -> str:
         """Kind of the values stored for a part of a weight."""
         if not part.is_floating_point():
             return "ids"
-        if stored.name.endswith("_blocks") and part.ndim == 3 and part.shape[1] % FP4_GROUP == 0:
-            return "mxfp4"
-        return "fp8" if stored.dtype == FP8 else "plain"
+        kind = self.kinds.get(stored.dtype, "plain")
+        ndim = {"fp4": 2, "mxfp4": 3}.get(kind)
+        if ndim is not None and (part.ndim != ndim or part.shape[1] % FP4_GROUP):
+            return "plain"
+        return kind
 
-    def shape(self, kind: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The stored shape of values of a kind, for a part of a weight of ``shape``."""
-        if kind != "mxfp4":
-            return tuple(shape)
-        num_experts, in_size, out_size = shape  # stored by output channel, in blocks of 16 bytes
-        return num_experts, out_size, in_size // FP4_GROUP, FP4_GROUP // 2
 
-    def scale_misfit(self, kind: str, scale: Stored, shape: Sequence[int]) -> list[str]:
-        """Problems with the shape of the scales of a part of ``shape``."""
-        if kind == "mxfp4":
-            return differs(scale, scale.shape, self.shape(kind, shape)[:-1])
-        if _scale_fits(scale.shape, shape, self._fp8_block):
-            return []
-        of = f"{list(shape)} in blocks of {self._fp8_block or 'some size'}"
-        return [f"{scale.name} {list(scale.shape)} (expected scales of {of}) in {scale.file.name}"]
+def text_target(
+    stored: str,
+    names: Collection[str],
+    config: Any,
+    weight_name: Callable[[str, Any], str | None] | None = None,
+) -> TensorTarget | None:
+    """`Storage.target` of a `Decoder`: a name that no rule knows stays as it is.
 
-    def scale_name(self, stored: Stored) -> str | None:
-        """The one name that scales of these values may have; None = there are several."""
+    Args:
+        names: of the model's weights.
+        weight_name: as in `quire.models.families.registry.Family`.
+    """
+    if _IGNORED.match(stored):
         return None
-
-    def parts(self, name: str, weight: Tensor) -> list[TensorTarget]:
-        """The parts that a weight may be stored in one by one; empty = always whole."""
-        return []
+    name: str | None = text_name(stored)
+    if head := re.search(r"\blm_head\.weight(_scale|_scale_inv)?$", stored):
+        name = None if config.tie_word_embeddings else head[0]
+    elif weight_name is not None:
+        name = weight_name(text_name(stored), config)
+    if name is None or name in names:  # some weights are called scales too
+        return name and TensorTarget(name)
+    if name.endswith("_blocks"):
+        return TensorTarget(name.removesuffix("_blocks"))
+    values, is_scale = re.subn(r"_(scale_inv|scale|scales)$", "", name)
+    return TensorTarget(values, is_scale=bool(is_scale))
 
 
 @dataclass(frozen=True)
@@ -203,11 +178,14 @@ def match(
     """
     values = {target: stored for target, stored in found.items() if not target.is_scale}
     scales = {replace(t, is_scale=False): stored for t, stored in found.items() if t.is_scale}
+    stacks = {target.parameter for target in values if target.expert is not None}
     misfits: dict[str, list[str]] = {name: [] for name in MISFITS}
     for name, weight in parameters.items():
-        if TensorTarget(name) not in values:
-            parts = storage.parts(name, weight) or [TensorTarget(name)]
-            misfits["missing"] += [str(part) for part in parts if part not in values]
+        parts = [TensorTarget(name)]
+        if name in stacks and parts[0] not in values:
+            halves = (GATE, UP) if name.endswith("gate_up_proj") else (WHOLE,)
+            parts = [TensorTarget(name, i, half) for i in range(len(weight)) for half in halves]
+        misfits["missing"] += [str(part) for part in parts if part not in values]
     sources = []
     for target, stored in values.items():
         part, whole = part_of(parameters, target), values.get(TensorTarget(target.parameter))
@@ -217,24 +195,38 @@ def match(
             misfits["unexpected"].append(str(stored))
             continue
         kind = storage.kind(stored, part)
-        form = storage.forms[kind]
-        misfits["misshaped"] += differs(stored, stored.shape, storage.shape(kind, part.shape))
-        misfits["mistyped"] += differs(stored, stored.dtype, form.dtypes)
-        if not form.scale_dtypes:
-            sources.append(TensorSource(target, kind, stored))
-            continue
-        scale = scales.pop(target, None)
+        dtypes, scale_dtypes = FORMS[kind]
+        shape, scale_shape = _stored_shapes(kind, tuple(part.shape))
+        misfits["misshaped"] += differs(stored, stored.shape, shape)
+        misfits["mistyped"] += differs(stored, stored.dtype, dtypes)
+        scale = scales.pop(target, None) if scale_dtypes else None
         sources.append(TensorSource(target, kind, stored, scale))
         if scale is not None:
-            misfits["mistyped"] += differs(scale, scale.dtype, form.scale_dtypes)
-            misfits["misshaped"] += storage.scale_misfit(kind, scale, part.shape)
-        elif (name := storage.scale_name(stored)) is not None:
-            misfits["missing"].append(name)
-        else:
+            misfits["mistyped"] += differs(scale, scale.dtype, scale_dtypes)
+            if kind != "fp8":
+                misfits["misshaped"] += differs(scale, scale.shape, scale_shape)
+            elif not _scale_fits(scale.shape, part.shape, storage.fp8_block):
+                of = f"{list(part.shape)} in blocks of {storage.fp8_block or 'some size'}"
+                misfits["misshaped"].append(
+                    f"{scale} {list(scale.shape)} (expected scales of {of})"
+                )
+        elif scale_dtypes:
             misfits["unscaled"].append(str(stored))
     misfits["unexpected"] += [str(scale) for scale in scales.values()]
     refuse_misfits(path, **misfits)
     return sources
+
+
+def _stored_shapes(kind: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the values and of the scales that are stored for a part of a weight."""
+    if kind == "fp4":
+        rows, columns = shape
+        return (rows, columns // 2), (rows, columns // FP4_GROUP)
+    if kind == "mxfp4":  # by output channel, in blocks of 16 bytes
+        num_experts, columns, rows = shape
+        scales = (num_experts, rows, columns // FP4_GROUP)
+        return (*scales, FP4_GROUP // 2), scales
+    return shape, ()
 
 
 def _scale_fits(scale: Sequence[int], weight: Sequence[int], block: Sequence[int] | None) -> bool:

@@ -30,7 +30,7 @@ from ..parallel.group import Group
 from .checkpoint import read_headers
 from .dequantize import SetQuantized, fill
 from .kv_scales import read_kv_scales
-from .names import Storage, TensorSource, match, part_of, unique
+from .names import Storage, TensorSource, match, part_of, text_target, unique
 from .shards import ENTIRE, pieces_of, shared_columns
 
 FP8_MODES = ("auto", "keep", "dequantize")
@@ -103,8 +103,8 @@ def load_decoder(
     # Shapes are checked, and it is decided what stays in fp8, before anything is allocated.
     whole = build_model(config, device="meta", dtype=dtype)
     parameters = dict(whole.named_parameters())
-    fp8_block, weight_name = _storage_keys(path).fp8_block, family_of(config).weight_name
-    storage = Storage(config, parameters.keys(), fp8_block, weight_name)
+    rules = {"names": parameters, "config": config, "weight_name": family_of(config).weight_name}
+    storage = Storage(partial(text_target, **rules), fp8_block=_storage_keys(path).fp8_block)
     headers = read_headers(path)
     kv_scales, of_cache = read_kv_scales(path, headers, config.num_layers)
     weights = [one for one in headers if one not in of_cache]

@@ -42,7 +42,9 @@ def test_flat_rope_parameters_belong_to_compressed_layers():
         "rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 32, "rope_theta": 123,
     }  # fmt: skip
     config = from_hf(keys)
-    yarn = RopeConfig("yarn", 1.6e5, factor=8, original_max_positions=32, low=1, high=32)
+    yarn = RopeConfig(
+        "yarn", 1.6e5, factor=8, original_max_position_embeddings=32, attention_factor=1
+    )
     assert (config.rope, config.compress_rope) == (RopeConfig("default", 1e4), yarn)
 
 

@@ -46,7 +46,7 @@ class Reference:
         x, dim = x.clone(), self.config.rope_dim
         first = len(x) - dim
         for pair in range(dim // 2):
-            angle = position * self.config.rope.base ** (-2 * pair / dim)
+            angle = position * self.config.rope.rope_theta ** (-2 * pair / dim)
             a, b = x[first + 2 * pair].item(), x[first + 2 * pair + 1].item()
             x[first + 2 * pair] = a * math.cos(angle) - b * math.sin(angle)
             x[first + 2 * pair + 1] = a * math.sin(angle) + b * math.cos(angle)

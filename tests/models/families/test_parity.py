@@ -36,19 +36,15 @@ DIFFERENCE = 1e-4
 ROPES = {
     "default": RopeConfig("default", 1e4),
     "linear": RopeConfig("linear", 1e6, factor=8.0),
-    "llama3": RopeConfig("llama3", 5e5, factor=8.0, original_max_positions=8192),
+    "llama3": RopeConfig("llama3", 5e5, 8.0, 1.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
     "llama3 of other bands": RopeConfig(
-        "llama3", 1e4, factor=3.0, original_max_positions=100, low=2.0, high=5.0
+        "llama3", 1e4, 3.0, 1.0, 100, low_freq_factor=2.0, high_freq_factor=5.0
     ),
-    "yarn": RopeConfig("yarn", 1.5e5, factor=32.0, original_max_positions=4096, high=32.0),
-    "yarn, not truncated": RopeConfig(
-        "yarn", 1.5e5, factor=32.0, original_max_positions=4096, high=32.0, truncate=False
-    ),
-    "yarn without low frequencies": RopeConfig(
-        "yarn", 1e4, factor=4.0, original_max_positions=10**9, high=32.0, amplitude=1.5
-    ),
+    "yarn": RopeConfig("yarn", 1.5e5, 32.0, 1.0, 4096),
+    "yarn, not truncated": RopeConfig("yarn", 1.5e5, 32.0, 1.0, 4096, truncate=False),
+    "yarn without low frequencies": RopeConfig("yarn", 1e4, 4.0, 1.0, 10**9, attention_factor=1.5),
     "yarn without high frequencies": RopeConfig(
-        "yarn", 1e4, factor=4.0, original_max_positions=20, high=8.0, low=4.0
+        "yarn", 1e4, 4.0, 1.0, 20, beta_slow=4.0, beta_fast=8.0
     ),
 }
 
@@ -134,7 +130,7 @@ def test_frequencies_of_rope(name):
     rope = config.full.rope
     # Each of the two errs by 3 units in a frequency (a power, a reciprocal), and so by 6 in the turns of which llama3 takes high - low. With
     # the ramp's other operations, 16 units of the share that keeps its value, which counts ``factor`` times where all else is divided by it.
-    rtol = 2 * (4 + 16 * rope.factor) * UNIT
+    rtol = 2 * (4 + 16 * (rope.factor or 1)) * UNIT
     got = rotary.inverse_frequencies(rope, 64)
     torch.testing.assert_close(got, theirs.inv_freq, rtol=rtol, atol=0)
     assert rope.amplitude == theirs.attention_scaling

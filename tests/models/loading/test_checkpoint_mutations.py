@@ -121,6 +121,8 @@ def test_dtypes_that_no_format_declares(checkpoint, dtype):
         return dtype != tensor.dtype and not any({dtype, tensor.dtype} <= same for same in SAME)
 
     for names in checkpoint.batches(other):
+        if dtype == torch.uint8:  # scales may be bytes of E8M0
+            names = [name for name in names if not name.endswith("_scale_inv")]
         shapes = {name: checkpoint.tensors[name].shape for name in names}
         checkpoint.write({name: torch.ones(shape).to(dtype) for name, shape in shapes.items()})
         message = checkpoint.error()
@@ -164,6 +166,7 @@ def test_missing_tensors(checkpoint, scales):
         assert not (scales and "unexpected" in message), message
         for name in names[i : i + BATCH]:
             ours = re.sub(r"^model\.|_(blocks|scales|scale_inv)$", "", name)
+            ours = ours.replace(".scale", ".weight") if scales else ours
             where = target(name)  # of the release's scheme
             assert ours in message or where.parameter in message, message
 
