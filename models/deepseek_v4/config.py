@@ -133,6 +133,20 @@ class DeepseekV4Config(Sizes):
     def __post_init__(self) -> None:
         check_fields(self)
         expect_tokens(self)
+        narrowest = min(self.head_dim, self.index_head_dim)
+        most: dict[str, tuple[int, int]] = {
+            "rope_dim": (narrowest, self.rope_dim),
+            "num_experts_per_tok": (self.num_experts, self.num_experts_per_tok),
+        }
+        if (dspark := self.dspark) is not None:
+            most |= {
+                "num_mtp_layers": (0, self.num_mtp_layers),  # DSpark is there instead
+                "target_layer_ids": (self.num_layers - 1, max(dspark.target_layer_ids)),
+                "noise_token_id": (self.vocab_size - 1, dspark.noise_token_id),
+            }
+        for name, (high, value) in most.items():
+            if value > high:
+                raise ValueError(f"{name}: expected at most {high}, got {value}")
         if not self.layer_types or len(self.mlp_layer_types) != self.num_layers:
             raise ValueError(
                 "mlp_layer_types: expected one for each of layer_types, got "
@@ -141,31 +155,6 @@ class DeepseekV4Config(Sizes):
         if self.num_heads % self.o_groups:
             raise ValueError(
                 f"o_groups: expected a divisor of num_heads={self.num_heads}, got {self.o_groups}"
-            )
-        narrowest = min(self.head_dim, self.index_head_dim)
-        if self.rope_dim > narrowest:
-            raise ValueError(
-                f"rope_dim: expected at most {narrowest}, the narrower of head_dim and "
-                f"index_head_dim, got {self.rope_dim}"
-            )
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok: expected 1..{self.num_experts}, got "
-                f"{self.num_experts_per_tok}"
-            )
-        dspark = self.dspark
-        if dspark is None:
-            return
-        if self.num_mtp_layers:
-            raise ValueError(f"num_mtp_layers: expected 0 beside DSpark, got {self.num_mtp_layers}")
-        if max(dspark.target_layer_ids) >= self.num_layers:
-            raise ValueError(
-                f"target_layer_ids: expected layers 0..{self.num_layers - 1}, got "
-                f"{list(dspark.target_layer_ids)}"
-            )
-        if dspark.noise_token_id >= self.vocab_size:
-            raise ValueError(
-                f"noise_token_id: expected 0..{self.vocab_size - 1}, got {dspark.noise_token_id}"
             )
 
     def shard(self, size: int, unit: int = 1) -> DeepseekV4Config:
@@ -404,12 +393,11 @@ def _dspark(keys: DeepseekV4Keys) -> DSparkConfig | None:
         return None
     names = ("noise_token_id", "markov_rank", "target_layer_ids")
     given = {name: getattr(keys, f"dspark_{name}") for name in names}
-    if absent := [f"dspark_{name}" for name, value in given.items() if value is None]:
-        raise ValueError(f"{absent[0]}: expected a value beside dspark_block_size, got none")
-    num_stages = 3  # of each released one
-    if keys.compress_ratios is not None and len(keys.compress_ratios) > keys.num_hidden_layers:
-        num_stages = len(keys.compress_ratios) - keys.num_hidden_layers
-    return DSparkConfig(num_stages, keys.dspark_block_size, **given)
+    if absent := [name for name, value in given.items() if value is None]:
+        raise ValueError(f"dspark_{absent[0]}: expected a value beside dspark_block_size, got none")
+    num_stages = len(keys.compress_ratios or ()) - keys.num_hidden_layers
+    # Without that list, 3: those of each released one.
+    return DSparkConfig(num_stages if num_stages > 0 else 3, keys.dspark_block_size, **given)
 
 
 def _first(name: str, entries: tuple[Any, ...], num_layers: int) -> tuple[Any, ...]:
