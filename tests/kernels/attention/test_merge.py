@@ -40,17 +40,17 @@ def test_merge_partials(impl, name):
         partial_lse[:, 2, 1] = -math.inf  # a row that no part has a key for
         partial_out[:, 1, 2] = NAN
     sinks = torch.randn(heads, device=DEVICE) if shape["sinks"] else None
-    assert_merged(partial_out, partial_lse, sinks, impl)
-
-
-def assert_merged(partial_out, partial_lse, sinks, impl):
-    """Output and lse of a merge are within the oracle's budget; returns the output."""
-    with bounding():
-        exact_lse = torch.full(partial_lse.shape[1:], NAN, dtype=torch.float64, device=DEVICE)
-        exact = reference.merge_partials(partial_out, partial_lse, sinks=sinks, lse=exact_lse)
+    batch = {"partial_out": partial_out, "partial_lse": partial_lse, "sinks": sinks}
     lse = torch.full(partial_lse.shape[1:], NAN, device=DEVICE)
-    out = merge_partials(partial_out, partial_lse, sinks=sinks, lse=lse, impl=impl)
+    out = merge_partials(**batch, lse=lse, impl=impl)
     assert out.dtype == partial_out.dtype
-    assert_within_budget("out", out, exact)
-    assert_within_budget("lse", lse, exact_lse)
-    return out
+    for found, exact in zip((out, lse), merge_reference(batch), strict=True):
+        assert_within_budget("merged", found, exact)
+
+
+def merge_reference(batch):
+    """Output and lse of the oracle with bounds."""
+    with bounding():
+        shape = batch["partial_lse"].shape[1:]
+        lse = torch.full(shape, NAN, dtype=torch.float64, device=DEVICE)
+        return reference.merge_partials(**batch, lse=lse), lse

@@ -1,0 +1,1064 @@
+"""Every argument of every operator: a bad value is refused by name and nothing is written, an odd one
+gives the oracle's result in both implementations."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from quire.bench.common.bounds import Bounded, bounded, bounding
+from quire.kernels import (
+    IndexPages,
+    LatentPages,
+    PoolPages,
+    collapse_streams,
+    combine_experts,
+    compress,
+    compressed_attention,
+    compressed_attention_workspace_numel,
+    copy_overlap,
+    expand_streams,
+    expert_mlp,
+    flash_mla_with_kvcache,
+    gated_product,
+    gather_pages,
+    index_topk,
+    index_topk_workspace_numel,
+    merge_partials,
+    mla_attention,
+    norm_rope,
+    page_bytes,
+    paged_attention,
+    residual_norm,
+    route_tokens,
+    sample_tokens,
+    scatter_pages,
+    sliding_window_attention,
+    workspace_numel,
+    write_kv,
+    write_latent,
+)
+from tests.kernels.attention.test_merge import merge_reference
+from tests.kernels.hyper_connections import test_hyper_connections as hyper_connections
+from tests.kernels.latent import test_flash_mla as flash_cases
+from tests.kernels.layers import test_experts as experts
+from tests.kernels.layers import test_norm as norm
+from tests.kernels.layers import test_rope as rope
+from tests.kernels.layers import test_routing as routing
+from tests.kernels.oracles import latent_write as reference_latent
+from tests.kernels.oracles import write_kv as reference_write
+from tests.kernels.pages.test_page_copy import make_call as copy_of_pages
+from tests.support.helpers import (
+    DEVICE,
+    NAN,
+    AttentionCase,
+    assert_within_budget,
+    attention_reference,
+    drawing,
+    make_batch,
+)
+from tests.support.kernels import compressed_cases, indexer_cases
+from tests.support.kernels import mla_cases as dense_cases
+from tests.support.kernels.edges import (
+    HUGE,
+    IMPLS,
+    RIGHT,
+    Row,
+    cases,
+    copied,
+    expect_refusal,
+    factors,
+    far,
+    integers,
+    numbers,
+    plain,
+    refused,
+    right,
+    tensors,
+    unsupported,
+    values,
+    zeros,
+)
+
+E4M3, U8 = torch.float8_e4m3fn, torch.uint8
+F64, I32, I64 = torch.float64, torch.int32, torch.int64
+RESULTS = ("out", "lse", "workspace")
+COLUMNS = ("temperature", "top_k", "top_p", "min_p", "u")
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=I32, device=DEVICE)
+
+
+def ids(*shape):
+    return zeros(*shape, dtype=I64)
+
+
+def near(oracle):
+    """A check of a call: output and lse within the budget of an oracle's, and no gradient."""
+
+    def expect(function, given, impl):
+        exact = oracle(copied(plain(given, *RESULTS)))
+        out = function(**given, impl=impl)
+        assert not out.requires_grad and (given["out"] is None or out is given["out"])
+        for name, found, want in zip(("out", "lse"), (out, given["lse"]), exact, strict=True):
+            if found is not None:
+                assert_within_budget(name, found.cpu(), want.cpu())
+
+    return expect
+
+
+def no_sequences(a):
+    """Neither tokens nor sequences."""
+    names = ("q", "k", "v", "kv", "block_table", "seq_lens", "out")
+    empty = {name: a[name][:0] for name in names if name in a}
+    return empty | {
+        "lse": a["lse"][:, :0], "cu_seqlens_q": a["cu_seqlens_q"][:1], "num_decodes": None,
+    }  # fmt: skip
+
+
+# Attention.
+
+
+def attention_arguments(window=None, scale=None):
+    """Arguments of attention; ``out`` and ``lse`` included."""
+    case = AttentionCase(
+        "", [20, 3], [1, 2], num_heads=2, num_kv_heads=1, sliding_window=window, max_seq_len=20
+    )
+    batch = make_batch(case)
+    batch |= {"workspace": zeros(1 << 16), "k_scale": None, "v_scale": None}
+    batch |= {"out": zeros(3, 2, 16), "lse": zeros(2, 3), "sinks": zeros(2), "num_decodes": 1}
+    if scale is not None:
+        for name in ("k_pages", "v_pages"):
+            batch[name] = batch[name].to(E4M3)
+        batch |= {"k_scale": scale, "v_scale": scale}
+    return batch
+
+
+def spread_heads(a):
+    """q with heads outside tokens."""
+    return a["q"].transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def no_tokens(a):
+    empty = {name: a[name][:0] for name in ("q", "k", "v", "out")}
+    return empty | {
+        "lse": a["lse"][:, :0], "cu_seqlens_q": a["cu_seqlens_q"] * 0, "max_seqlen_q": 0,
+        "num_decodes": None,
+    }  # fmt: skip
+
+
+ATTENTION = [
+    *tensors(attention_arguments(), "q", ("k", "v", "sinks", "out", "lse", "workspace"), (), ("out", "lse")),
+    *refused("q", lambda a: zeros(3, 0, 16)),
+    *refused("q", lambda a: a["q"][..., :8], blamed="k_pages"),
+    *right("q", spread_heads, lambda a: a["q"][:1].expand(3, 2, 16), no_tokens, no_sequences),
+    *right("q", lambda a: {n: a[n].requires_grad_() for n in ("q", "k", "v")}),
+    unsupported("q", lambda a: {n: a[n].repeat_interleave(3, -1)[..., :24].clone() for n in ("q", "k", "v", "k_pages", "v_pages", "out")}, "k_pages"),
+    *refused("k_pages", lambda a: a["k_pages"][:0], blamed="v_pages"),
+    *refused("k_pages", lambda a: {n: a[n][:0] for n in ("k_pages", "v_pages")}, blamed="k_pages: num_pages"),
+    *refused("k_pages", lambda a: {n: a[n][:, :0] for n in ("k_pages", "v_pages")}, blamed="k_pages: block_size"),
+    *right("k_pages", lambda a: {n: a[n].transpose(1, 2).contiguous().transpose(1, 2) for n in ("k_pages", "v_pages")}),
+    *refused("block_table", lambda a: a["block_table"][:, :0], blamed="block_table: width"),
+    *right("block_table", lambda a: a["block_table"].clone()),
+    *right("seq_lens", lambda a: ints(0, 0)),
+    *values("seq_lens", lambda a: ints(-4, 3), lambda a: ints(20, 1)),
+    *values("cu_seqlens_q", lambda a: ints(0, 1, 2), lambda a: ints(0, 3, 2)),
+    *integers("max_seqlen_q", 0, odd=[2**31, 2**40]),
+    *refused("k", None, far("k", (3, 1, 16), (2**24, 16, 1))),
+    *refused("v", None),
+    *right("v", lambda a: {"k": a["k"][:1].expand(3, 1, 16), "v": a["v"][:1].expand(3, 1, 16)}),
+    *refused("k_scale", 1.0, zeros(1)),
+    *refused("v_scale", 1.0, zeros(1)),
+    *integers("max_seq_len", 0, odd=[2**40]),
+    *integers("num_decodes", 0, 2, odd=[0, 1, 2]),
+    *factors("softmax_scale", -30, 16),
+    *factors("softcap", -30, 30),
+    *right("softcap", 1e-3),
+    *right("sinks", lambda a: a["sinks"] + float("inf"), lambda a: a["sinks"] - float("inf"), None),
+    *right("out", None, lambda a: zeros(2, 3, 16).transpose(0, 1)),
+    *right("lse", lambda a: zeros(2, 9)[:, :3]),
+    *right("workspace", None),
+]  # fmt: skip
+FULL = [
+    *ATTENTION,
+    *refused("context_only", True, 1, None),
+    *right("context_only", False, lambda a: {"k": None, "v": None, "context_only": True}),
+    # A page is 16 rows: all that the second sequence has and less than the first, of 3 pages.
+    *right("block_table", lambda a: a["block_table"][:, :2]),
+]
+WINDOW = [
+    *(row for row in ATTENTION if row.outcome is not RIGHT),
+    *integers("sliding_window", 1, odd=[1, 17, 2**30 - 1, *HUGE]),
+    # The first sequence has 19 rows of 16 a page in its pages, and 20 without new rows.
+    *values("block_table", lambda a: a["block_table"][:, :1]),
+    *right("block_table", lambda a: {"block_table": a["block_table"][:, :1], "sliding_window": 17}),
+    *values("block_table", lambda a: dict(block_table=a["block_table"][:, :1], sliding_window=17, k=None, v=None)),
+]  # fmt: skip
+# Of pages of e4m3.
+SCALED = [
+    *(row for row in factors("k_scale", -30, 30) if row.value != 2.0**30),
+    *right("k_scale", lambda a: {"k_scale": 2.0**30, "softmax_scale": 2.0**-30}),
+    *factors("v_scale", -30, 30),
+    *refused("k_scale", None, zeros(2), zeros(1, dtype=torch.float64), zeros(1).to("meta")),
+    *refused("v_scale", None, zeros(2), zeros(1, dtype=torch.float64), zeros(1).to("meta")),
+    *refused("v_scale", lambda a: zeros(1) + 1.0, lambda a: zeros(a["v_pages"].shape[0], 16, 1) + 1.0, lambda a: zeros(1, 16, 1)),
+    *right("k_scale", lambda a: {n: zeros(1) + 0.5 for n in ("k_scale", "v_scale")}),
+    *right("k_scale", lambda a: {n: zeros(1, 1, 1).expand(a["k_pages"].shape[:3]) + 0.5 for n in ("k_scale", "v_scale")}),
+]  # fmt: skip
+
+
+def merge_arguments():
+    generator = torch.Generator().manual_seed(3)
+    parts = torch.randn(3, 5, 4, 16, generator=generator).to(DEVICE)
+    lse = torch.randn(3, 4, 5, generator=generator).to(DEVICE)
+    lse[1, :, 2], parts[1, 2] = -float("inf"), NAN
+    return {
+        "partial_out": parts, "partial_lse": lse, "sinks": zeros(4), "out": zeros(5, 4, 16), "lse": zeros(4, 5),
+    }  # fmt: skip
+
+
+MERGE = [
+    *tensors(merge_arguments(), "partial_out", ("sinks", "out", "lse"), (), ("out", "lse")),
+    *refused("partial_out", lambda a: a["partial_out"][:0], blamed="partial_out: num_parts"),
+    *refused("partial_out", lambda a: a["partial_out"][..., :12], error=NotImplementedError),
+    *right("partial_out", lambda a: a["partial_out"][:1].expand(3, 5, 4, 16)),
+    *right("partial_out", lambda a: {n: a[n].requires_grad_() for n in ("partial_out", "partial_lse")}),
+    *right("partial_out", lambda a: {
+        "partial_out": a["partial_out"][:, :0], "partial_lse": a["partial_lse"][..., :0], "out": None, "lse": None,
+    }),
+    *right("partial_out", lambda a: {
+        "partial_out": a["partial_out"][:, :, :0], "partial_lse": a["partial_lse"][:, :0], "sinks": None, "out": None, "lse": None,
+    }),
+    *right("partial_lse", lambda a: a["partial_lse"] - float("inf"), lambda a: a["partial_lse"] + 1e4),
+    *right("sinks", lambda a: a["sinks"] + float("inf"), lambda a: a["sinks"] - float("inf"), None),
+    *right("out", None, lambda a: a["partial_out"][0]),
+    *right("lse", None),
+]  # fmt: skip
+
+
+def write_arguments(scale=None):
+    rows = torch.arange(4 * 2 * 16, device=DEVICE).view(4, 2, 16) % 29 - 14.0
+    pages = zeros(3, 8, 2, 16, dtype=torch.float32 if scale is None else E4M3)
+    return {
+        "k": rows, "v": rows.flip(0), "k_pages": pages, "v_pages": pages.clone(), "slot_mapping": torch.tensor([9, -1, 0, 23], device=DEVICE),
+        "k_scale": scale, "v_scale": scale,
+    }  # fmt: skip
+
+
+WRITE = [
+    *tensors(write_arguments(), "k"),
+    *right("k", lambda a: a["k"][:1].expand(4, 2, 16), lambda a: a["k"].transpose(0, 1).contiguous().transpose(0, 1)),
+    *right("k", lambda a: {n: a[n][:0] for n in ("k", "v", "slot_mapping")}),
+    *right("k", lambda a: {n: a[n].requires_grad_() for n in ("k", "v")}),
+    *refused("k_pages", lambda a: {n: a[n][..., :0, :] for n in ("k_pages", "v_pages")}, blamed="k_pages: num_kv_heads"),
+    *right("k_pages", lambda a: {n: zeros(3, 2, 8, 16).transpose(1, 2) for n in ("k_pages", "v_pages")}),
+    *refused("k_pages", far("k_pages", (3, 8, 2, 16), (32, 2**30, 16, 1))),
+    *right("slot_mapping", lambda a: a["slot_mapping"] * 0 - 1),
+    *values("slot_mapping", lambda a: a["slot_mapping"] + 1),
+    *refused("k_scale", 1.0),
+    *refused("v_scale", 1.0),
+]  # fmt: skip
+WRITE_SCALED = [row for row in SCALED if row.name != "k_scale" or row.outcome is not RIGHT or not callable(row.value)]  # fmt: skip
+
+
+def expect_pages(function, given, impl):
+    """Require the oracle's pages."""
+    expected = copied(plain(given))
+    reference_write.write_kv(**expected)
+    function(**given, impl=impl)
+    for name in ("k_pages", "v_pages"):
+        assert not given[name].requires_grad
+        assert torch.equal(given[name].float(), expected[name].float())
+
+
+# MLA.
+
+
+def mla_arguments():
+    case = dense_cases.MlaCase("", [40, 3], [1, 2], num_heads=2, max_seq_len=40)
+    batch = dense_cases.make_mla_batch(case)
+    batch |= {"softmax_scale": 0.25, "out": zeros(3, 2, 16), "lse": zeros(2, 3)}
+    return batch | {"num_decodes": 1, "workspace": zeros(1 << 16)}
+
+
+MLA = [
+    *tensors(mla_arguments(), "q", ("kv", *RESULTS), (), ("out", "lse")),
+    *refused("q", lambda a: zeros(3, 0, 32), blamed="q: num_heads"),
+    *refused("q", lambda a: zeros(3, 2, 24), error=NotImplementedError),
+    *right("q", lambda a: a["q"][:1].expand(3, 2, 32)),
+    *right("q", lambda a: {n: a[n].requires_grad_() for n in ("q", "kv")}),
+    *right("q", lambda a: {"q": a["q"][:0], "kv": None, "out": None, "lse": a["lse"][:, :0], "cu_seqlens_q": ints(0, 0, 0)}),
+    *right("q", no_sequences),
+    *refused("pages", lambda a: a["pages"][..., :16]),
+    *refused("pages", far("pages", (1, 2, 32), (32, 2**30, 1))),
+    *refused("pages", lambda a: a["pages"][:0], blamed="pages: num_pages"),
+    *refused("pages", lambda a: a["pages"][:, :0], blamed="pages: block_size"),
+    *refused("block_table", lambda a: a["block_table"][:, :0], blamed="block_table: width"),
+    *values("block_table", lambda a: a["block_table"] * 0 + 99),
+    *right("block_table", lambda a: a["block_table"][:, :2]),
+    *right("seq_lens", lambda a: ints(0, 0)),
+    *values("seq_lens", lambda a: ints(-4, 9), lambda a: ints(20, 1)),
+    *refused("cu_seqlens_q", lambda a: a["cu_seqlens_q"][:2]),
+    *values("cu_seqlens_q", lambda a: ints(0, 1, 2), lambda a: ints(0, 1, 4)),
+    *integers("max_seqlen_q", 0, odd=[2**40]),
+    *refused("max_seqlen_q", lambda a: {"max_seqlen_q": 1, "num_decodes": 2}),
+    *right("max_seqlen_q", lambda a: {"max_seqlen_q": 2**31, "num_decodes": 2}),
+    *factors("softmax_scale", -30, 16),
+    *refused("softmax_scale", None),
+    *refused("head_dim_v", 0, -1, 1.5, None),
+    *refused("head_dim_v", 24, 8, 2**40, error=NotImplementedError),
+    *refused("kv", lambda a: a["kv"][:, :16]),
+    *right("kv", lambda a: a["kv"][:1].expand(3, 32)),
+    *integers("max_seq_len", 0, odd=[2**40]),
+    *integers("num_decodes", 0, 2, odd=[0, 2]),
+    *right("out", None),
+    *right("workspace", lambda a: {"workspace": None, "max_seq_len": None}),
+]  # fmt: skip
+
+
+# Window and compressed entries.
+
+
+def compressed_arguments(topk=3, **options):
+    case = compressed_cases.Case("", [20, 3], [1, 2], ratio=4, topk=topk, sliding_window=20, ring=False, **options)  # fmt: skip
+    batch = compressed_cases.make_batch(case)
+    for name in ("window_pages", "compressed_pages"):  # rows that another table or list names
+        data = batch[name].data.nan_to_num(1.0)
+        batch[name] = dataclasses.replace(batch[name], data=data)
+    batch |= {"out": zeros(3, 2, 16), "lse": zeros(2, 3), "workspace": zeros(1 << 18)}
+    tables = ("compressed_table", "topk_indices") if topk else ("compressed_table",)
+    batch |= {n: torch.where(batch[n] == compressed_cases.NO_PAGE, 0, batch[n]) for n in tables}
+    return batch | {"num_decodes": 1, "max_seq_len": 20}
+
+
+def all_entries(**changes):
+    """A value: another one of another argument, where every entry is seen."""
+    return lambda a: {"topk_indices": None, "topk_lens": None, **changes}
+
+
+COMPRESSED = [
+    *tensors(
+        compressed_arguments(), "q", ("kv", "compressed_table", "topk_indices", "topk_lens", "sinks", "cos_sin", *RESULTS), (), ("out", "lse")
+    ),
+    *refused("q", lambda a: zeros(3, 0, 16), blamed="q: num_heads"),
+    *right("q", lambda a: a["q"][:1].expand(3, 2, 16), lambda a: a["q"].transpose(0, 1).contiguous().transpose(0, 1)),
+    *right("q", lambda a: {"q": a["q"].requires_grad_()}),
+    *refused("window_pages", None, 3, lambda a: a["window_pages"].data),
+    *refused("window_pages", lambda a: LatentPages(a["window_pages"].data.half(), 4, 16, 4)),
+    *refused("window_pages", lambda a: LatentPages(a["window_pages"].data.to("meta"), 4, 16, 4)),
+    *refused("window_pages", lambda a: LatentPages(a["window_pages"].data[:0], 4, 16, 4), blamed="window_pages: num_pages"),
+    *refused("window_pages", lambda a: LatentPages(zeros(1, 4, 16).expand(2**29, 4, 16), 4, 16, 4), error=NotImplementedError),
+    *right("window_table", lambda a: a["window_table"][:, :0], lambda a: a["window_table"][:, :1], lambda a: a["window_table"][:, :3]),
+    *right("seq_lens", lambda a: ints(0, 0)),
+    *values("seq_lens", lambda a: ints(-4, 9), lambda a: ints(20, 1)),
+    *integers("sliding_window", 1, odd=[1, 2**30 - 1, *HUGE]),
+    *right("sliding_window", *(all_entries(sliding_window=n) for n in HUGE)),
+    *integers("max_seqlen_q", 0, odd=[2**40]),
+    *right("max_seqlen_q", lambda a: {"max_seqlen_q": 2**31, "num_decodes": 2}),
+    *refused("max_seqlen_q", lambda a: {"max_seqlen_q": 1, "num_decodes": 2}),
+    *refused("kv", lambda a: a["kv"][:1]),
+    *refused("compressed_pages", None, 3),
+    *refused("compressed_pages", lambda a: dataclasses.replace(a["compressed_pages"], rope_dim=8)),
+    *refused("compressed_pages", lambda a: LatentPages(zeros(1, 4, 16).expand(2**29, 4, 16), 4, 16, 4), error=NotImplementedError),
+    *refused("compressed_table", None, blamed="compressed_pages"),
+    *refused("compressed_table", lambda a: a["compressed_table"][:, :0], blamed="compressed_table: width"),
+    *right("compressed_table", lambda a: a["compressed_table"][:, :1]),
+    *right("compressed_table", lambda a: all_entries(compressed_table=a["compressed_table"][:, :1])(a)),
+    *integers("compress_ratio", 1, 2**30, odd=[2**30]),
+    *refused("compress_ratio", None, blamed="compressed_pages"),
+    *right("topk_indices", lambda a: a["topk_indices"][:, :0], lambda a: a["topk_indices"] * 0 - 1),
+    *refused("topk_lens", lambda a: a["topk_lens"][:1]),
+    *right("topk_lens", lambda a: ints(-1, 4, -3), lambda a: {"topk_lens": ints(2**31 - 1, -2**31, 3), "num_decodes": 2}),
+    *right("sinks", lambda a: a["sinks"] + float("inf"), None),
+    *factors("softmax_scale", -30, 16),
+    *refused("cos_sin", lambda a: a["cos_sin"][:, :2]),
+    *values("cos_sin", lambda a: a["cos_sin"][:19]),
+    *values("window_table", lambda a: a["window_table"] * 0 - 1, lambda a: a["window_table"] * 0 + 9999),
+    *values("compressed_table", lambda a: a["compressed_table"] * 0 + 9999),
+    *values("cu_seqlens_q", lambda a: ints(0, 1, 2), lambda a: ints(0, 1, 4)),
+    *right("cos_sin", None),
+    *integers("max_seq_len", 0, odd=[2**40]),
+    *integers("num_decodes", 0, 2, odd=[0, 2]),
+    *right("out", None),
+    *right("workspace", lambda a: {"workspace": None, "max_seq_len": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("width", [0, 1, 2, 5])
+@pytest.mark.parametrize("num_decodes", [0, 2])
+def test_a_ring_too_small_for_the_window_without_in_step_rows(impl, width, num_decodes):
+    """The oldest rows are overwritten: the last width * 4 positions are seen, whichever query asks."""
+    batch = compressed_arguments(None, in_step=False) | {"num_decodes": num_decodes}
+    batch["window_table"] = batch["window_table"][:, :width]
+    near(compressed_cases.exactly)(compressed_attention, batch, impl)
+
+
+# FlashMLA's calling convention.
+
+
+def flash_arguments():
+    generator = torch.Generator().manual_seed(5)
+    cache = torch.randn(2, 4, 1, 512, generator=generator).round().to(DEVICE)
+    q = torch.randn(2, 1, 2, 512, generator=generator).round().to(DEVICE)
+    rows = torch.randint(0, 8, (2, 1, 5), generator=generator, dtype=I32).to(DEVICE)
+    return {
+        "q": q, "k_cache": cache, "block_table": None, "cache_seqlens": None, "head_dim_v": 512, "indices": rows, "topk_length": ints(3, 5),
+        "attn_sink": zeros(2), "extra_k_cache": cache.flip(0), "extra_indices_in_kvcache": rows.flip(2), "extra_topk_length": ints(0, 4),
+        "tile_scheduler_metadata": None, "num_splits": None, "softmax_scale": None, "causal": False, "is_fp8_kvcache": False,
+        "out": zeros(2, 1, 2, 512), "lse": zeros(2, 2), "workspace": zeros(1 << 18),
+    }  # fmt: skip
+
+
+FLASH = [
+    *tensors(
+        flash_arguments(), "q", ("indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length", *RESULTS), (), ("lse",)
+    ),
+    *refused("q", lambda a: zeros(2, 1, 2, 256)),
+    *refused("q", lambda a: {"q": zeros(2, 1, 0, 512), "out": None, "lse": None}, blamed="q: num_heads"),
+    *right("q", lambda a: a["q"][:1].expand(2, 1, 2, 512)),
+    *refused("k_cache", lambda a: a["k_cache"][:0], blamed="k_cache: num_pages"),
+    *refused("k_cache", lambda a: a["k_cache"][:1, :1].expand(2**29, 4, 1, 512), error=NotImplementedError),
+    *refused("k_cache", lambda a: {"is_fp8_kvcache": True, "k_cache": zeros(2, 4 * 584 + 8, dtype=torch.uint8)[:, :-8].unflatten(1, (4, 1, 584))}),
+    *refused("block_table", 3, error=NotImplementedError, blamed="indices"),
+    *refused("cache_seqlens", 3, error=NotImplementedError, blamed="indices"),
+    *refused("head_dim_v", 0, 128, None, error=NotImplementedError),
+    *right("tile_scheduler_metadata", 3),
+    *refused("num_splits", 1),
+    *(row for row in factors("softmax_scale", -30, 16) if row.value != 2.0**16),
+    *right("softmax_scale", lambda a: {"softmax_scale": 2.0**16, "q": a["q"] * 2.0**-16}),
+    *refused("causal", True, error=NotImplementedError, blamed="indices"),
+    *refused("is_fp8_kvcache", None, 1, "no"),
+    *refused("indices", None, error=NotImplementedError),
+    *refused("indices", lambda a: a["indices"][..., :0], blamed="indices: topk"),
+    *right("indices", lambda a: a["indices"] * 0 - 1),
+    Row("indices", lambda a: a["indices"] + 8, impls=("torch",)),
+    *refused("extra_k_cache", None),
+    *refused("extra_indices_in_kvcache", None, blamed="extra_k_cache"),
+    *refused("extra_indices_in_kvcache", lambda a: a["indices"].expand(2, 2, 5)),
+    *refused("topk_length", lambda a: ints(1, 2, 3)),
+    *right("topk_length", lambda a: ints(-1, 6), lambda a: ints(-2**31, 2**31 - 1)),
+    *right("extra_topk_length", lambda a: ints(99, -2)),
+    *refused("out", lambda a: zeros(2, 1, 512, 2).transpose(2, 3), lambda a: zeros(1, 1, 2, 512).expand(2, 1, 2, 512)),
+    *right("workspace", None),
+]  # fmt: skip
+
+
+def expect_flash(function, given, impl):
+    """FlashMLA has lse +inf where a query sees no keys."""
+    names = ("k_cache", "indices", "topk_length"), ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")  # fmt: skip
+    lists = [(LatentPages(given[x].squeeze(2), 4), given[y], given[z]) for x, y, z in names]
+    exact, exact_lse = flash_cases.exactly(given, lists, given["softmax_scale"] or 512**-0.5)
+    out, lse = function(**given, impl=impl)
+    assert_within_budget("out", out[:, 0].cpu(), exact)
+    lse = lse[:, :, 0].T.cpu()
+    none = exact_lse.isneginf()
+    assert lse[none].isposinf().all()
+    assert_within_budget("lse", torch.where(none, -torch.inf, lse), exact_lse)
+
+
+# The indexer.
+
+
+def index_arguments():
+    batch = indexer_cases.make_index_batch(indexer_cases.IndexCase("", [60, 9], [1, 2], topk=4))
+    batch["pages"] = dataclasses.replace(batch["pages"], data=batch["pages"].data.nan_to_num(1.0))
+    batch |= {"out": zeros(3, 4, dtype=I32), "lens": zeros(3, dtype=I32)}
+    return batch | {"workspace": zeros(1 << 16)}
+
+
+INDEX = [
+    *tensors(index_arguments(), "q", ("out", "lens", "workspace"), (), ("out",)),
+    *values("block_table", lambda a: a["block_table"] * 0 - 1, lambda a: a["block_table"] + 99),
+    *values("cu_seqlens_q", lambda a: ints(0, 4, 3), lambda a: ints(0, 1, 2)),
+    *refused("q", lambda a: {"q": zeros(3, 0, 16), "weights": zeros(3, 0)}, blamed="q: index_heads"),
+    *refused("q", far("q", (3, 4, 16), (16, 2**30, 1))),
+    *refused("q", lambda a: {"q": zeros(3, 129, 16), "weights": zeros(3, 129)}, error=NotImplementedError),
+    *right("q", lambda a: {n: a[n].requires_grad_() for n in ("q", "weights")}),
+    *refused("pages", None, 3, lambda a: a["pages"].data),
+    *refused("pages", lambda a: IndexPages(a["pages"].data.to("meta"), 4, 16)),
+    *right("block_table", lambda a: a["block_table"][:, :0], lambda a: a["block_table"][:, :1], lambda a: a["block_table"][:, :2]),
+    *right("seq_lens", lambda a: ints(0, 0)),
+    *values("seq_lens", lambda a: ints(-4, 9), lambda a: ints(20, 1)),
+    *refused("topk", 0, -1, 1.5, True, None),
+    *refused("topk", 4097, 2**40, error=NotImplementedError),
+    *right("topk", lambda a: {"topk": 40, "out": None}),
+    *integers("compress_ratio", 1, 2**30, odd=[2**30]),
+    *refused("max_seqlen_q", -1, 1.5, True, None),
+    *right("max_seqlen_q", *HUGE),
+    *integers("max_seq_len", 0, 2**31 - 1, odd=[16, 2**31 - 1]),
+    *right("out", None),
+    *refused("lens", lambda a: zeros(3, 2, dtype=I32)[:, 0]),
+    *refused("workspace", lambda a: zeros(1)),
+    *right("workspace", None),
+]  # fmt: skip
+
+
+def expect_selected(function, given, impl):
+    known = plain(given)
+    scores = indexer_cases.exact_scores(known)
+    scores = [x[: known["max_seq_len"] // known["compress_ratio"]] for x in scores]
+    exact = indexer_cases.reference_indexer.select(scores, known["topk"])
+    for got, want in zip(function(**given, impl=impl), exact, strict=True):
+        assert torch.equal(got.cpu(), want)
+
+
+# Writing rows and entries.
+
+
+def latent_arguments():
+    x = torch.arange(3 * 16, device=DEVICE).view(3, 16) % 13 - 6.0
+    angle = torch.arange(5.0, device=DEVICE)[:, None] * torch.tensor([1.0, 0.1], device=DEVICE)
+    return {
+        "x": x, "pages": LatentPages(torch.full((2, 4, 16), NAN, device=DEVICE), 4, 16, 4), "slot_mapping": torch.tensor([5, -1, 0], device=DEVICE),
+        "positions": torch.tensor([4, 2, 0], device=DEVICE), "cos_sin": torch.cat([angle.cos(), angle.sin()], 1),
+        "norm_weight": zeros(16) + 1.5, "eps": 1e-6, "out": zeros(3, 16),
+    }  # fmt: skip
+
+
+LATENT = [
+    *tensors(latent_arguments(), "x", ("positions", "cos_sin", "norm_weight", "out"), (), ("out",)),
+    *values("slot_mapping", lambda a: a["slot_mapping"] + 3),
+    *values("positions", lambda a: a["positions"] + 1, lambda a: {"cos_sin": a["cos_sin"][:0], "positions": a["positions"] * 0}),
+    *right("x", lambda a: a["x"][:1].expand(3, 16), lambda a: a["x"].requires_grad_(), lambda a: a["x"] * 0),
+    *right("x", lambda a: {n: a[n][:0] for n in ("x", "slot_mapping", "positions", "out")}),
+    *refused("pages", 3, None),
+    *refused("pages", lambda a: LatentPages(a["pages"].data.to("meta"), 4, 16, 4)),
+    *refused("positions", None),
+    *right("positions", lambda a: a["positions"] * 0 - 1, lambda a: a["positions"] - 2),
+    *right("positions", lambda a: {"positions": torch.tensor([4, 99, 0], device=DEVICE), "out": None}),
+    *refused("cos_sin", None),
+    *right("cos_sin", lambda a: {"cos_sin": a["cos_sin"][:0], "positions": a["positions"] * 0 - 1}),
+    *right("norm_weight", None),
+    *factors("eps", -100, 30),
+    *right("out", None),
+]  # fmt: skip
+
+
+def expect_written(function, given, impl):
+    """Require the oracle's rows, and no gradient."""
+    known = {n: plain(given)[n] for n in ("x", "positions", "cos_sin", "norm_weight", "eps")}
+    if given["out"] is None:  # a row without a slot is not read
+        known["positions"] = torch.where(given["slot_mapping"] < 0, -1, known["positions"])
+    with bounding():
+        exact = reference_latent.write_latent(**known)
+    exact = exact if isinstance(exact, Bounded) else bounded(exact)
+    function(**given, impl=impl)
+    live = given["slot_mapping"] >= 0
+    written = given["pages"].data.view(8, 16)[given["slot_mapping"][live]]
+    assert not written.requires_grad
+    assert_within_budget("pages", written, exact[live])
+    if given["out"] is not None:
+        assert not given["out"].requires_grad
+        assert_within_budget("out", given["out"], exact)
+
+
+def compress_arguments():
+    """Two sequences that close window 1 and window 0 of 4 tokens, the first with rows of an earlier step."""
+    _, normal = drawing(11)
+    angle = torch.arange(8.0, device=DEVICE)[:, None] * torch.tensor([1.0, 0.1], device=DEVICE)
+    return {
+        "kv": normal(6, 16), "gate": normal(6, 16), "ape": normal(4, 16), "state": normal(3, 8, 2, 16), "state_index": ints(2, 0),
+        "seq_lens": ints(8, 4), "cu_seqlens_q": ints(0, 2, 6), "ratio": 4, "overlap": False, "norm_weight": zeros(16) + 1.5, "eps": 1e-6,
+        "cos_sin": torch.cat([angle.cos(), angle.sin()], 1), "pages": LatentPages(torch.full((2, 4, 16), NAN, device=DEVICE), 4, 16, 4),
+        "slot_mapping": torch.tensor([99, 5, 99, 99, 99, 0], device=DEVICE), "max_seqlen_q": 4,
+    }  # fmt: skip
+
+
+COMPRESS = [
+    *tensors(compress_arguments(), "kv", (), (), ("state",)),
+    *values("state_index", lambda a: ints(2, 3)),
+    *values("cu_seqlens_q", lambda a: ints(1, 2, 6), lambda a: ints(0, 2, 5)),
+    *values("cos_sin", lambda a: a["cos_sin"][:4]),
+    *values("slot_mapping", lambda a: a["slot_mapping"] + 3),
+    *right("kv", lambda a: a["kv"].requires_grad_(), lambda a: a["kv"][:1].expand(6, 16)),
+    *refused("state", lambda a: a["state"][:, :2], blamed="state: ring"),
+    *right("state_index", lambda a: ints(2, -1), lambda a: ints(-1, 0), lambda a: ints(-1, -7)),
+    *right("seq_lens", lambda a: {"seq_lens": ints(8, 0), "state_index": ints(2, 99)}),
+    *values("seq_lens", lambda a: ints(8, -3), lambda a: ints(8, 3)),
+    *integers("ratio", 1, 2**30),
+    *refused("ratio", 5, blamed="ape"),
+    *refused("overlap", None, 0, "no"),
+    *refused("overlap", True, blamed="kv"),
+    *factors("eps", -100, 30),
+    *refused("pages", None, 3),
+    *refused("pages", lambda a: LatentPages(a["pages"].data.to("meta"), 4, 16, 4)),
+    *right("slot_mapping", lambda a: a["slot_mapping"] * 0 - 1),
+    *integers("max_seqlen_q", 0, odd=HUGE),
+    *refused("max_seqlen_q", 2),
+]  # fmt: skip
+
+
+def expect_as_ever(function, given, impl):
+    """Require the sequences with a state and a slot as `test_compressor` has them; no others change."""
+    usual = compress_arguments() | {"eps": given["eps"], "kv": given["kv"].detach().clone()}
+    function(**usual, impl=impl)
+    before = compress_arguments()["state"]
+    function(**given, impl=impl)
+    data = given["pages"].data.view(8, 16)
+    assert not data.requires_grad and not given["state"].requires_grad
+    whole = given["seq_lens"] >= ints(2, 4)
+    for s, (state, last) in enumerate(((2, 1), (0, 5))):
+        there = bool(whole[s]) and int(given["state_index"][s]) >= 0
+        expected = usual["state"] if there else before
+        assert given["state"][state].equal(expected[state])
+        slot = int(usual["slot_mapping"][last])
+        if there and given["slot_mapping"][last] >= 0:
+            assert data[slot].equal(usual["pages"].data.view(8, 16)[slot])
+        else:
+            assert data[slot].isnan().all()
+
+
+# Pages and sizes.
+
+PLAIN = {"data": torch.zeros(2, 4, 16), "storage_block_size": 4, "head_dim": 16, "rope_dim": 4}
+LATENT_PAGES = [
+    *refused("data", None, 3, torch.zeros(2, 4, 16, dtype=torch.float64), torch.zeros(2, 4, 8)),
+    *refused("data", lambda a: a["data"].transpose(0, 1), far("data", (2, 4, 16), (16, 2**30, 1))),
+    *refused("data", *(
+        lambda a, data=data: {"data": data, "storage_block_size": 2, "head_dim": 512, "rope_dim": 64}
+        for data in (
+            torch.zeros(3, 2 * 584 - 1, dtype=U8), torch.zeros(3, 2, 584, dtype=U8), torch.zeros(3, 1729, dtype=U8),
+            torch.zeros(3, 1744, dtype=U8)[:, 8:],
+        )
+    )),
+    *refused("storage_block_size", 0, -1, 1.5, True, None),
+    *refused("storage_block_size", 5, blamed="data"),
+    *refused("head_dim", 0, 24, 1024, -16, error=NotImplementedError),
+    *refused("rope_dim", -2, 1.5, 3, 18, None),
+]  # fmt: skip
+INDEX_PAGES = [
+    *refused("data", None, 3, torch.zeros(2, 4, 16, dtype=torch.float64), torch.zeros(2, 4, 8)),
+    *refused("data", lambda a: a["data"].transpose(0, 1), far("data", (2, 4, 16), (16, 2**30, 1))),
+    *refused("data", torch.zeros(2, 79, dtype=U8), torch.zeros(2, 81, dtype=U8), torch.zeros(2, 2**31, dtype=U8, device="meta")),
+    *refused("storage_block_size", 0, -1, 1.5, True, None),
+    *refused("storage_block_size", 5, blamed="data"),
+    *refused("index_dim", 0, 24, 1024, -16, error=NotImplementedError),
+]  # fmt: skip
+
+
+SIZES = {"num_decodes": 4, "max_seqlen_q": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "num_sms": 8}  # fmt: skip
+WORKSPACE = [row for name in SIZES for row in refused(name, 0, -1, 1.5, True, None, float("nan"))]
+WORKSPACE += refused("num_kv_heads", 3, blamed="num_heads")
+LATENT_WORKSPACE = [row for name in ("head_dim", "num_sms") for row in refused(name, 0, -1, 1.5, True, None)]  # fmt: skip
+INDEX_SIZES = {"num_tokens": 3, "topk": 4, "compress_ratio": 4, "max_seq_len": 99}
+INDEX_WORKSPACE = [
+    *refused("num_tokens", -1, 1.5, True, None),
+    *refused("topk", 0, -1, 1.5, True, None),
+    *refused("topk", 4097, error=NotImplementedError),
+    *refused("compress_ratio", 0, 2**30 + 1, 1.5, True, None),
+    *refused("max_seq_len", -1, 2**31, 1.5, True, None),
+]
+PAGE_BYTES = [row for name in ("storage_block_size", "row_bytes") for row in refused(name, 0, -1, 1.5, True, None)]  # fmt: skip
+
+
+def page(*shape):
+    return zeros(*shape, dtype=U8)
+
+
+POOL_PAGES = [
+    *refused("tensors", (), page(3, 16)),
+    *(row for tensor in (
+        3, zeros(3, 16), page(16, 3).t(), page(1, 16).expand(3, -1), page(3, 0), page(3, 20), page(3, 20)[:, :16],
+        page(3, 32)[:, 4:20],
+    ) for row in refused("tensors", [tensor], blamed="tensors[0]")),
+    *refused("tensors", [page(3, 16), page(4, 16)], blamed="tensors[1]"),
+]  # fmt: skip
+
+
+# Around attention.
+
+
+def norm_arguments():
+    return norm.make(3, 16, post=True, scalar=True, out="fp32")
+
+
+NORM = [
+    *tensors(norm_arguments(), "x", ("weight", "residual", "post_weight", "scalar", "out"), (), ("residual", "out")),
+    *refused("x", lambda a: zeros(3, 0), blamed="x: size"),
+    *refused("weight", lambda a: zeros(15)),
+    *factors("eps", -100, 30),
+    *refused("eps", None),
+    *numbers("offset"),
+    *refused("residual", None, lambda a: zeros(2, 16)),
+    *refused("residual", lambda a: dict.fromkeys(("residual", "post_weight", "scalar", "weight", "out"))),
+    *refused("scalar", lambda a: zeros(2)),
+    *refused("out", lambda a: {"weight": None}),
+]  # fmt: skip
+
+
+def rope_arguments():
+    return rope.make(num_heads=2, norm=True, norm_v=True)
+
+
+ROPE = [
+    *tensors(rope_arguments(), "qkv", ("q_weight", "k_weight")),
+    *refused("qkv", lambda a: zeros(3, 6, 0), blamed="qkv: head_dim"),
+    *refused("qkv", lambda a: zeros(3, 6, 17)),
+    unsupported("qkv", lambda a: {"qkv": zeros(3, 6, 24), "cos": zeros(3, 12), "sin": zeros(3, 12), "q_weight": None, "k_weight": None}),
+    *integers("num_kv_heads", 0, 3),
+    *refused("has_v", 1, None, "yes"),
+    *refused("k_weight", None, lambda a: {"q_weight": None}),
+    *refused("norm_v", 1, None, lambda a: {"num_kv_heads": 0, "k_weight": None}),
+    *factors("eps", -100, 30),
+    *numbers("offset"),
+]  # fmt: skip
+
+
+def gated():
+    return {"gate": zeros(3, 16), "up": zeros(3, 16), "activation": "silu"}
+
+
+OF_A_GATE = [
+    *refused("activation", "relu", None, 3),
+    *factors("limit", -30, 30),
+    *factors("alpha", -30, 30),
+    *refused("alpha", lambda a: {"alpha": 2.0, "activation": "gelu_tanh"}),
+    *numbers("up_offset"),
+]
+GATED = [
+    *tensors(gated(), "gate", any_stride=("gate", "up")),
+    *refused("up", lambda a: zeros(3, 8)),
+    *OF_A_GATE,
+]
+
+
+def experts_arguments():
+    return experts.make(bias=True)
+
+
+def far_matrices(a):
+    """Matrices of 2**31 elements, without memory."""
+    gate_up = torch.empty(2, 2, 2**15, 2**15, device="meta")
+    gate_up = gate_up.as_strided((4, 2, 24, 40), (2**31, 960, 40, 1))
+    return {k: v.to("meta") for k, v in a.items() if isinstance(v, torch.Tensor)} | {
+        "gate_up": gate_up
+    }
+
+
+EXPERTS = [
+    *tensors(experts_arguments(), "x", ("gate_up_bias", "down_bias"), ("gate_up", "down", "gate_up_bias", "down_bias")),
+    *refused("x", lambda a: zeros(5, 0), blamed="x: hidden_size"),
+    *refused("ids", lambda a: ids(4, 2)),
+    *refused("ids", lambda a: ids(5, 0), blamed="ids: k"),
+    *values("ids", lambda a: a["ids"] + 4, lambda a: a["ids"] - 1),
+    *refused("gate_up", lambda a: zeros(4, 2, 24, 39)),
+    *refused("gate_up", lambda a: zeros(0, 2, 24, 40), blamed="gate_up: num_experts"),
+    *refused("gate_up", lambda a: zeros(4, 2, 0, 40), blamed="gate_up: width"),
+    *refused("gate_up", lambda a: zeros(4, 2, 24, 20, dtype=U8)),
+    *refused("gate_up", lambda a: a["gate_up"].to(E4M3), blamed="gate_up_scale"),
+    unsupported("gate_up", far_matrices),
+    *refused("down", lambda a: zeros(4, 40, 23)),
+    *refused("gate_up_scale", lambda a: zeros(4, 2, 1, 1)),
+    *refused("down_scale", lambda a: zeros(4, 1, 1)),
+    *refused("gate_up_bias", lambda a: zeros(4, 2, 23)),
+    *refused("down_bias", lambda a: zeros(4, 24)),
+    *OF_A_GATE,
+]  # fmt: skip
+QUANTIZED = [
+    *refused("gate_up", lambda a: a["gate_up"].transpose(2, 3).contiguous().mT),
+    *refused("gate_up_scale", None, lambda a: a["gate_up_scale"].repeat(1, 1, 2, 1)),
+    *refused("down_scale", None, lambda a: a["down_scale"].repeat(1, 1, 2)),
+]
+
+
+def collapse_arguments():
+    return hyper_connections.make(3, 2, 16)
+
+
+def wide_streams(n, size):
+    """Arguments of ``collapse_streams`` before the head."""
+    fn = zeros(n, n * size)
+    return {"streams": zeros(1, n, size), "fn": fn, "base": fn[:, 0].clone(), "scale": zeros(1), "norm_weight": zeros(size)}  # fmt: skip
+
+
+COLLAPSE = [
+    *tensors(collapse_arguments(), "streams"),
+    *refused("streams", lambda a: zeros(3, 0, 16), blamed="streams: n"),
+    *refused("streams", lambda a: zeros(3, 2, 0), blamed="streams: hidden_size"),
+    unsupported("streams", lambda a: wide_streams(9, 16), "streams: n"),
+    unsupported("streams", lambda a: wide_streams(1, 20000), "streams: hidden_size"),
+    *refused("fn", lambda a: zeros(7, 32)),
+    *refused("scale", lambda a: zeros(1)),
+    *factors("norm_eps", -100, 30),
+    *factors("eps", -100, 30),
+    *integers("iterations", 1),
+]
+
+
+def expand_arguments():
+    return hyper_connections.make_expand(2, num_tokens=3, n=2, hidden_size=16)
+
+
+EXPAND = [
+    *tensors(expand_arguments(), "streams", ("rows", "weights")),
+    *refused("post", lambda a: zeros(3, 4)[:, :2]),
+    *refused("comb", lambda a: a["comb"].transpose(0, 1)[[0, 0, 0]]),
+    *refused("rows", None, lambda a: zeros(5, 16), lambda a: zeros(6, 24)[:, 8:]),
+    *refused("weights", None, lambda a: zeros(3, 4)[:, :2]),
+    *refused("weights", lambda a: {"weights": zeros(3, 0), "rows": zeros(0, 16)}, blamed="weights: k"),
+]  # fmt: skip
+
+
+def route_arguments():
+    return routing.make(bias=True)
+
+
+def table_arguments():
+    return routing.make(table=True)
+
+
+def softmax_arguments():
+    return routing.make(softmax=True, factor=0.5, logits_bias=True, expert_scale=True)
+
+
+def softplus(**more):
+    """Change of the score alone, beside one argument of the softmax."""
+    return {"score": "sqrt_softplus", "logits_factor": 1.0, "logits_bias": None, "expert_scale": None} | more  # fmt: skip
+
+
+ROUTE = [
+    *tensors(route_arguments(), "logits", ("bias",)),
+    *refused("logits", lambda a: zeros(3, 0), blamed="logits: num_experts"),
+    *integers("top_k", 1, 8),
+    *factors("scale", -30, 30),
+]
+ROUTE_BY_TABLE = [
+    *tensors(table_arguments(), "logits"),
+    *refused("bias", lambda a: zeros(8)),
+    *refused("table", lambda a: a["table"][:, :1]),
+    *refused("token_ids", lambda a: a["token_ids"][:2]),
+    *values("token_ids", lambda a: a["token_ids"] + 20, lambda a: a["token_ids"] * 0 - 1),
+    *values("table", lambda a: a["table"] + 8, lambda a: a["table"] * 0 - 1),
+]
+ROUTE_BY_SOFTMAX = [
+    *tensors(softmax_arguments(), "logits", ("logits_bias", "expert_scale")),
+    *refused("score", "relu", None, 3),
+    *factors("logits_factor", -30, 30),
+    *refused("logits_factor", lambda a: softplus(logits_factor=0.5)),
+    *refused("logits_bias", lambda a: zeros(7), lambda a: softplus(logits_bias=zeros(8))),
+    *refused("expert_scale", lambda a: zeros(7), lambda a: softplus(expert_scale=zeros(8))),
+    *refused("bias", lambda a: zeros(8)),
+    *refused("table", lambda a: ids(9, 2)),
+]
+
+
+def combine():
+    return {"rows": zeros(6, 16), "weights": zeros(3, 2), "addend": zeros(3, 16)}
+
+
+COMBINE = [
+    *tensors(combine(), "weights", ("addend",)),
+    *refused("weights", lambda a: zeros(3, 0), blamed="weights: k"),
+    *refused("rows", lambda a: zeros(5, 16)),
+]
+
+
+def overlap():
+    return {
+        "kv": zeros(5, 16), "gate": zeros(5, 16), "ape": zeros(4, 16), "state": zeros(3, 8, 2, 16),
+        "pages": zeros(6, 4, 2, 8), "from_pages": ids(2), "state_index": torch.arange(2, device=DEVICE),
+        "state_rows": torch.arange(8, device=DEVICE).view(2, 4), "tokens": ids(4), "to_pages": ids(4),
+    }  # fmt: skip
+
+
+OVERLAP = [
+    *tensors(overlap(), "pages", written=("state", "pages")),
+    *refused("state_index", lambda a: a["state_index"][:1]),
+    *refused("tokens", lambda a: a["tokens"][:3]),
+    *refused("to_pages", lambda a: a["to_pages"][:3]),
+    *values("from_pages", lambda a: a["from_pages"] + 6, lambda a: a["from_pages"] - 1),
+    *values("state_index", lambda a: a["state_index"] + 3, lambda a: a["state_index"] - 2),
+    *values("state_rows", lambda a: a["state_rows"] + 8, lambda a: a["state_rows"] - 1),
+    *values("to_pages", lambda a: a["to_pages"] + 6, lambda a: a["to_pages"] - 1),
+    *values("tokens", lambda a: {"tokens": a["tokens"] + 5, "to_pages": a["to_pages"] + 1}),
+]
+
+
+def sample():
+    return {
+        "logits": zeros(3, 16), "temperature": zeros(3), "top_k": zeros(3, dtype=I32),
+        "top_p": zeros(3) + 1, "min_p": zeros(3), "u": zeros(3, dtype=F64), "probs": zeros(3, 16),
+    }  # fmt: skip
+
+
+SAMPLE = [
+    *tensors(sample(), "logits", ("probs",), (), ("probs",)),
+    *refused("logits", lambda a: {"logits": zeros(3, 0), "probs": None}, blamed="logits: vocab_size"),
+    unsupported("logits", lambda a: dict.fromkeys((*COLUMNS, "probs")) | {"logits": zeros(1, 2**20 + 1)}),
+    *(row for name in COLUMNS for row in refused(name, lambda a: zeros(2))),
+    *refused("probs", lambda a: dict.fromkeys(COLUMNS)),
+    *(row for name in COLUMNS for row in values(name, lambda a, name=name: a[name] - 2)),
+    *values("temperature", lambda a: a["temperature"] + float("nan")),
+    *(row for name in ("min_p", "u") for row in values(name, lambda a, name=name: a[name] + 2)),
+]  # fmt: skip
+
+
+# Four pages of 3 * 1168 bytes, of 7; a buffer of 6 rows.
+COPY = [
+    *refused("pages", None, 3, lambda a: [*a["pages"].tensors]),
+    *refused("page_ids", None, 3, lambda a: a["page_ids"].int(), lambda a: a["page_ids"][None]),
+    *values("page_ids", lambda a: a["page_ids"] + 7, lambda a: a["page_ids"] - 7),
+    *refused("buffer", None, 3, lambda a: a["buffer"].int(), lambda a: zeros(6, 16, dtype=U8)),
+    *refused("buffer", lambda a: a["buffer"].to("meta")),
+    *refused("buffer", lambda a: zeros(6, 3508, dtype=U8)[:, :3504]),
+    *refused("buffer", lambda a: zeros(6, 3520, dtype=U8)[:, 4:3508]),
+    *refused("rows", None, 3, lambda a: a["rows"].int(), lambda a: a["rows"][:2]),
+    *values("rows", lambda a: a["rows"] + 6, lambda a: a["rows"] - 6),
+    *refused("impl", "cuda", 3),
+]
+GATHER = [*COPY, *refused("buffer", lambda a: a["buffer"][:1].expand(6, -1))]
+
+
+# Objects and sizes: no implementation, no tensors of a call.
+MADE = [
+    (PoolPages, {"tensors": [page(3, 16)]}, POOL_PAGES),
+    (LatentPages, PLAIN, LATENT_PAGES),
+    (IndexPages, {"data": PLAIN["data"], "storage_block_size": 4, "index_dim": 16}, INDEX_PAGES),
+    (workspace_numel, SIZES, WORKSPACE),
+    (compressed_attention_workspace_numel, {"head_dim": 512, "num_sms": 8}, LATENT_WORKSPACE),
+    (index_topk_workspace_numel, INDEX_SIZES, INDEX_WORKSPACE),
+    (page_bytes, {"storage_block_size": 4, "row_bytes": 584}, PAGE_BYTES),
+]
+# Operators with odd values that are right; how a call of each is checked.
+CHECKED_TABLES = [
+    (paged_attention, attention_arguments, FULL, near(attention_reference)),
+    (sliding_window_attention, lambda: attention_arguments(40), WINDOW, near(attention_reference)),
+    (paged_attention, lambda: attention_arguments(scale=0.5), SCALED, near(attention_reference)),
+    (merge_partials, merge_arguments, MERGE, near(merge_reference)),
+    (write_kv, write_arguments, WRITE, expect_pages),
+    (write_kv, lambda: write_arguments(0.5), WRITE_SCALED, expect_pages),
+    (mla_attention, mla_arguments, MLA, near(dense_cases.mla_reference)),
+    (compressed_attention, compressed_arguments, COMPRESSED, near(compressed_cases.exactly)),
+    (flash_mla_with_kvcache, flash_arguments, FLASH, expect_flash),
+    (index_topk, index_arguments, INDEX, expect_selected),
+    (write_latent, latent_arguments, LATENT, expect_written),
+    (compress, compress_arguments, COMPRESS, expect_as_ever),
+]
+TABLES = [
+    *(table[:3] for table in CHECKED_TABLES),
+    (residual_norm, norm_arguments, NORM),
+    (norm_rope, rope_arguments, ROPE),
+    (gated_product, gated, GATED),
+    (expert_mlp, experts_arguments, EXPERTS),
+    (expert_mlp, lambda: experts.make(2, 3, 1, 64, 32, form="fp8"), QUANTIZED),
+    (expert_mlp, lambda: experts.make(2, 3, 1, 64, 32, form="fp4"), QUANTIZED),
+    (collapse_streams, collapse_arguments, COLLAPSE),
+    (expand_streams, expand_arguments, EXPAND),
+    (route_tokens, route_arguments, ROUTE),
+    (route_tokens, table_arguments, ROUTE_BY_TABLE),
+    (route_tokens, softmax_arguments, ROUTE_BY_SOFTMAX),
+    (combine_experts, combine, COMBINE),
+    (copy_overlap, overlap, OVERLAP),
+    (sample_tokens, sample, SAMPLE),
+    (gather_pages, copy_of_pages, GATHER),
+    (scatter_pages, copy_of_pages, COPY),
+]
+
+
+@cases(*TABLES, right=False)
+def test_refused(function, arguments, row, impl):
+    expect_refusal(function, row, arguments(), impl)
+
+
+@cases(*CHECKED_TABLES, right=True)
+def test_right(function, arguments, row, impl, expect):
+    expect(function, row.applied(arguments()), impl)
+
+
+@pytest.mark.parametrize(("function", "good", "row"), [
+    pytest.param(function, good, row, id=f"{function.__name__}-{row}")
+    for function, good, rows in MADE for row in rows
+])  # fmt: skip
+def test_objects_and_sizes(function, good, row):
+    expect_refusal(function, row, good, None)
+
+
+# One row for each form of a message.
+MESSAGES = [
+    ({"q": zeros(6, 4)}, r"q: expected bfloat16\|float16\|float32 \[\*, \*, \*\], got float32 \[6, 4\]"),
+    ({"k_pages": zeros(3, 2, 64)}, r"k_pages: expected float32\|float8_e4m3fn \[num_pages, block_size, num_kv_heads, head_dim\], got float32 \[3, 2, 64\]"),
+    ({"q": [1.0]}, r"q: expected .*, got list"),
+    ({"q": zeros(6, 3, 16)}, "q: num_heads: expected a multiple of num_kv_heads 2, got 3"),
+    ({"q": zeros(6, 4, 32)}, "k_pages: expected head_dim 32, got 16"),
+    ({"q": zeros(6, 16, 4).transpose(1, 2)}, r"q: expected stride 1 in the last dimension, got \(64, 1, 4\)"),
+    ({"v": None}, "v: expected new rows of both k and v or of neither, got None"),
+    ({"max_seqlen_q": 5.0}, "max_seqlen_q: expected an int >= 0, got 5.0"),
+    ({"max_seqlen_q": 1}, "max_seqlen_q: expected the longest of 2 sequences with 6 tokens, got 1"),
+    ({"max_seqlen_q": 2, "num_decodes": 2}, "max_seqlen_q: expected the longest of 2 sequences with 6 tokens, got 2"),
+    ({"num_decodes": 3}, r"num_decodes: expected an int in \[0, 2\], got 3"),
+    ({"softmax_scale": 0.0}, "softmax_scale: expected a finite number > 0, got 0.0"),
+    ({"softcap": float("inf")}, "softcap: expected a finite number > 0, got inf"),
+    ({"impl": "cuda"}, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
+]  # fmt: skip
+OF_VALUES = [
+    ({"block_table": ints(9999, 1, 0, 0).view(2, 2)}, r"block_table: expected ids in \[0, \d+\), got 9999"),
+    ({"block_table": ints(-3, 1, 0, 0).view(2, 2)}, r"block_table: expected ids in \[0, \d+\), got -3"),
+    *(
+        ({"cu_seqlens_q": ints(*sums)}, rf"cu_seqlens_q: expected prefix sums from 0 to 6, the number of tokens, got \[{', '.join(map(str, sums))}\]")
+        for sums in ([0, 4, 3], [0, 1, 7], [0, 1, 5], [1, 2, 6])
+    ),
+    ({"seq_lens": ints(1, 2**30)}, r"seq_lens: expected values in \[0, 1073741823\], got 1073741824"),
+    ({"seq_lens": ints(-4, 9)}, r"seq_lens: expected values in \[0, 1073741823\], got -4"),
+    ({"seq_lens": ints(20, 2)}, "seq_lens: expected at least the 5 new tokens of sequence 1, or 0 for padding, got 2"),
+    # A ring of one page of 16 rows would give the window of 40 the newest rows twice.
+    ({"block_table": ints(0, 0).view(2, 1), "sliding_window": 40}, "block_table: expected at least 2 blocks of 16 rows, for a window of 40, got 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), MESSAGES + (OF_VALUES if DEVICE == "cpu" else []))
+def test_messages(impl, changes, message):
+    call = {"impl": impl} | make_batch(AttentionCase("", [20, 9], [1, 5])) | changes
+    function = sliding_window_attention if "sliding_window" in call else paged_attention
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        function(**call)
+
+
+@pytest.mark.parametrize("max_seqlen_q, num_decodes", [(3, 2), (1, 1), (0, 0), (99, 2)])
+def test_lengths_that_the_host_cannot_refute(max_seqlen_q, num_decodes):
+    """Only where no prefill kernel would be launched must the sequences be able to hold all rows."""
+    call = make_batch(AttentionCase("", [20, 9], [1, 5]))
+    call |= {"max_seqlen_q": max_seqlen_q, "num_decodes": num_decodes}
+    paged_attention(**call, impl="torch")
+
+
+def is_index(value):
+    return isinstance(value, torch.Tensor) and value.dtype in (I32, I64)
+
+
+def with_others(tensor, rng):
+    """A copy with a few values replaced by others, mostly out of range."""
+    flat, limits = tensor.clone().view(-1), torch.iinfo(tensor.dtype)
+    for _ in range(rng.choice((1, 1, 3))):
+        flat[rng.randrange(flat.numel())] = rng.choice(
+            [-1, -2, 0, 1, rng.randrange(-99, 99), 10**5, 2**30, limits.min, limits.max]
+        )
+    return flat.view_as(tensor)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="values are checked on CPUs alone")
+@pytest.mark.parametrize("num_random", [0, pytest.param(60, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("function", "arguments"), [
+    pytest.param(function, arguments, id=f"{function.__name__}-{i}")
+    for i, (function, arguments, _) in enumerate(TABLES) if any(map(is_index, arguments().values()))
+])  # fmt: skip
+def test_values_of_indices(impl, function, arguments, num_random):
+    """Extreme and random values in tables, slots, lengths, prefix sums and indices: a result, or an
+    error that names an argument."""
+    rng, given, tried = random.Random(5), arguments(), []
+    function(**copied(given), impl=impl)
+    names = [name for name, value in given.items() if is_index(value) and value.numel()]
+    for name in names:
+        for value in (torch.iinfo(given[name].dtype).min, 2**30):
+            tried.append((name, given[name].clone()))
+            tried[-1][1].view(-1)[-1] = value
+    names = [rng.choice(names) for _ in range(num_random)]
+    for name, value in tried + [(name, with_others(given[name], rng)) for name in names]:
+        try:
+            function(**copied(given) | {name: value}, impl=impl)
+        except (ValueError, NotImplementedError) as error:
+            assert str(error).split(":")[0].split(".")[0] in given, (name, value, error)
+        except Exception as error:
+            pytest.fail(f"{name}={value.tolist()}: {error!r}")
