@@ -3,6 +3,8 @@
 Pages that nobody owns and rings of nobody's are NaN throughout.
 """
 
+import random
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -146,6 +148,26 @@ def test_outputs_do_not_depend_on_drafts(model, plain, name):
     assert totals.num_drafts > 0
     if name == "mtp, right now and then":
         assert 10 < totals.num_accepted < totals.num_drafts
+
+
+def test_steps_that_fail_leave_no_trace(model, plain):
+    """Rings and open windows had been written: a request starts from what is cached."""
+    run, rng = V4Recorder(model), random.Random(3)
+    sampler, failed = run.engine._sampler, []
+
+    def flaky(*args):
+        if rng.random() < 0.3:
+            failed.append(args)
+            raise torch.OutOfMemoryError
+        return sampler(*args)
+
+    run.engine._sampler = flaky
+    ids = [run.add(prompt(n, n), 14, sampling=s) for n, s in WORK]
+    while run.engine.has_work:
+        with suppress(torch.OutOfMemoryError):
+            run.run()
+    assert len(failed) > 3
+    assert {i: run.outputs[i].token_ids for i in ids} == plain
 
 
 def test_what_is_refused(model):

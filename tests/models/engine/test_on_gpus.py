@@ -2,9 +2,11 @@
 
 import ctypes
 import gc
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,9 +17,10 @@ from quire.kvcore import KVCache
 from quire.kvcore.device import BatchBuilder
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.engine import graphs, runner
+from quire.models.engine import graphs, host_tier, runner
 from quire.models.engine.engine import EngineConfig
 from quire.models.engine.graphs import DecodeGraphs, sizes_to_capture
+from quire.models.engine.host_tier import HostPages, PageCopier
 from quire.models.engine.memory import free_memory, model_cache
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
@@ -25,12 +28,12 @@ from quire.models.layers import per_layer
 from quire.models.layers.basic import WeightPlacement
 from quire.models.layers.per_layer import HostEmbedding
 from quire.models.loading.weights import build_model
-from tests.models.engine.test_graphs import NAMES
 from tests.support.models.captured import FROM_HOST, captured_engine
 from tests.support.models.few import few
 from tests.support.models.toy import ToyModel
 
 META = torch.device("meta")
+NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-tiny")  # fmt: skip
 
 
 class OnSecondDevice(torch.Tensor):
@@ -132,6 +135,14 @@ def test_a_table_on_the_host_is_page_locked_once_for_the_device_of_the_ids(dtype
     assert runtime.locked == {table.weight.data_ptr(): (35 * dtype.itemsize, 0, 1)}
     del table
     gc.collect()
+    assert not runtime.locked
+
+
+def test_pages_of_the_host_tier_are_page_locked_as_long_as_they_live(runtime, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    pages = HostPages(3, 8192, torch.device("cuda"))
+    assert [*runtime.locked] == [pages.rows.data_ptr()] and pages.rows.data_ptr() % 4096 == 0
+    del pages
     assert not runtime.locked
 
 
@@ -273,3 +284,55 @@ def test_a_captured_step_with_packed_experts(experts, monkeypatch):
     model = DeepseekV4(config, device=META, dtype=torch.bfloat16, expert_format=experts)
     first, _ = capture_without_storage(model, monkeypatch, **E4M3)
     assert first
+
+
+def test_on_a_gpu_copies_run_behind_the_model_and_are_awaited(monkeypatch):
+    """A stream for each direction waits for the model's, then copies, then records."""
+    log, ended = [], []
+
+    class Stream:
+        def __init__(self, device=None):
+            self.name = f"stream {len(names)}"
+            names.append(self.name)
+
+        def wait_stream(self, other):
+            log.append((self.name, "waits for", other.name))
+
+        def record_event(self):
+            log.append((self.name, "records"))
+            number = len(log)
+            return SimpleNamespace(
+                query=lambda: number in ended,
+                synchronize=lambda: log.append(("host waits for", number)),
+            )
+
+        def __enter__(self):
+            current.append(self)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    names = []
+    current = [Stream()]
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    for name in ("gather_pages", "scatter_pages"):
+        done = lambda *_, name=name: log.append((current[-1].name, name))  # noqa: E731
+        monkeypatch.setattr(host_tier, name, done)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, **options: x)
+    pool = SimpleNamespace(device=torch.device("cuda"))
+    copier = PageCopier(pool, SimpleNamespace(rows=None))
+    assert log == [("stream 0", "gather_pages"), ("stream 0", "scatter_pages")]  # compiled
+    for kind, stream, copy in (("store", "stream 1", "gather_pages"), ("load", "stream 2", "scatter_pages")):  # fmt: skip
+        log.clear()
+        pages = np.array([1, 2], dtype=np.int32)
+        copier.start(SimpleNamespace(kind=kind, sources=pages, targets=pages + 2, num_bytes=384))
+        assert log == [(stream, "waits for", "stream 0"), (stream, copy), (stream, "records")]
+        assert copier.poll() == [] and copier.has_jobs
+        copier.wait()
+        assert log[3:] == [("host waits for", 3)]
+        ended.append(3)
+        assert [c.job.kind for c in copier.poll()] == [kind]
+        ended.clear()

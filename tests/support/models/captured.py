@@ -1,18 +1,14 @@
 """A stand-in for CUDA graphs on a CPU: what a capture forbids is refused, and a replay repeats what was captured and nothing else.
 
 Between the beginning and the end of a capture every torch operation is written down with its tensors and its numbers. A replay runs these
-operations again on the same memory, without any of the Python around them. So a number, a decision or an address that Python takes
-in each step is, in a replay, that of the capture, and shows in the output. Kernels are operations as a whole: their torch code on a CPU is not
-what runs on a GPU; with ``impl="triton"`` each launch is one.
+operations again on the same memory, without any of the Python around them: a number, a decision or an address that Python takes in each
+step is, in a replay, that of the capture, and shows in the output. Kernels are operations as a whole.
 
-What a capture makes lives in a pool that graphs share, so it is lost at the next replay of any graph: all of it is poison before a replay.
-Other tensors are read by address, which does not keep them alive: a replay is refused once one of them is gone.
+What a capture makes lives in a pool that graphs share: all of it is poison before a replay of any graph. Other tensors are read by
+address, which does not keep them alive: a replay is refused once one of them is gone.
 """
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
@@ -22,35 +18,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.kernels.attention import api
-from quire.kernels.common import checks, launching
+from quire.kernels.common import checks
 from quire.models.deepseek_v4 import attention as v4_attention
 from quire.models.deepseek_v4 import model as v4_model
 from quire.models.engine import device_drafter, graphs, sampler
 from quire.models.engine.engine import Engine
 from quire.models.layers import attention, moe
 
-KERNELS = {
-    api: ("paged_attention", "sliding_window_attention"),
-    attention: ("write_kv",),
-    v4_attention: (
-        "write_latent",
-        "copy_overlap",
-        "compress",
-        "index_topk",
-        "compressed_attention",
-    ),
-    sampler: ("sample_tokens",),
-    device_drafter: ("sample_tokens",),
-    moe: ("expert_mlp",),
-    v4_model: ("expert_mlp",),
-}
+KERNELS = [
+    (api, "paged_attention"), (api, "sliding_window_attention"), (attention, "write_kv"),
+    *((v4_attention, name) for name in ("write_latent", "copy_overlap", "compress", "index_topk", "compressed_attention")),
+    (sampler, "sample_tokens"), (device_drafter, "sample_tokens"), (moe, "expert_mlp"), (v4_model, "expert_mlp"),
+]  # fmt: skip
 ON_HOST = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 FROM_HOST = ("tensor", "as_tensor", "from_numpy")
 SHAPES_FROM_VALUES = ("nonzero", "unique", "masked_select", "local_scalar", "equal", "is_nonzero", "bincount")  # fmt: skip
 
 
 class NotCapturable(Exception):
-    """An operation that a CUDA graph cannot hold: a wait for the device, a shape that depends on values, or a copy from memory that is not pinned."""
+    """An operation that a CUDA graph cannot hold."""
 
 
 def forbidden(op, args, kwargs) -> str | None:
@@ -63,14 +49,46 @@ def forbidden(op, args, kwargs) -> str | None:
     return name if masks or counts or any(n in name for n in SHAPES_FROM_VALUES) else None
 
 
+class Waits(TorchDispatchMode):
+    """Keeps the names of operations that wait for the device. monkeypatch: to see copies from and to the host too."""
+
+    def __init__(self, monkeypatch=None):
+        super().__init__()
+        self.found, self._inside = [], False
+        for owner, names in ((torch.Tensor, ON_HOST), (torch, ("tensor", "as_tensor"))):
+            for name in names if monkeypatch else ():
+                monkeypatch.setattr(owner, name, self._seen(name, getattr(owner, name)))
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self._see(forbidden(op, args, kwargs or {}))
+        return op(*args, **(kwargs or {}))
+
+    def _see(self, name):
+        if name is not None and not self._inside:
+            self.found.append(name)
+
+    def _seen(self, name, work):
+        return lambda *args, **kwargs: (self._see(name), work(*args, **kwargs))[1]
+
+    def unseen(self, work):
+        """A function in which nothing is kept, as it is one operation on a device."""
+
+        def call(*args, **kwargs):
+            before, self._inside = self._inside, True
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self._inside = before
+
+        return call
+
+
 class Graph(TorchDispatchMode):
     """One capture. made: the tensors whose memory it took."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.made: list[torch.Tensor] = []
-        self.inside = False  # a kernel
-        self._work: list[tuple[Callable, tuple, dict, dict[int, torch.Tensor]]] = []
+        self.made, self.inside, self._work = [], False, []  # inside: a kernel
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -96,12 +114,11 @@ class Graph(TorchDispatchMode):
         results = _tensors(out)
         fresh = [i for i, t in enumerate(results) if t.numel() and _place(t) not in given]
         self.made += [results[i] for i in fresh]
-        is_empty = "empty" in getattr(op, "__name__", "")
-        if not is_empty and (writes or fresh):
+        if "empty" not in getattr(op, "__name__", "") and (writes or fresh):
             self._work.append((op, args, kwargs, {i: results[i] for i in fresh}))
         return out
 
-    def forget_outside(self) -> None:
+    def forget_outside(self):
         """After the capture: of tensors that it did not make, only the address is known."""
         own = {_place(tensor) for tensor in self.made}
 
@@ -109,12 +126,12 @@ class Graph(TorchDispatchMode):
             return tensor if _place(tensor) in own or not tensor.numel() else Outside(tensor)
 
         self._work = [
-            (op, *tree_map_only(torch.Tensor, by_address, (args, kwargs)), kept)
-            for op, args, kwargs, kept in self._work
+            (op, *tree_map_only(torch.Tensor, by_address, given), kept)
+            for op, *given, kept in self._work
         ]
 
     @torch.inference_mode()
-    def replay(self) -> None:
+    def replay(self):
         for op, *arguments, kept in self._work:
             args, kwargs = tree_map_only(Outside, Outside.tensor, arguments)
             new = _tensors(op(*args, **kwargs))
@@ -122,7 +139,7 @@ class Graph(TorchDispatchMode):
                 tensor.copy_(new[i])
 
     @torch.inference_mode()
-    def poison(self) -> None:
+    def poison(self):
         for tensor in self.made:
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
@@ -133,12 +150,12 @@ class Graph(TorchDispatchMode):
 class Outside:
     """A tensor by its address."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor):
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self._dtype = tensor.dtype
         self._view = tensor.storage_offset(), tensor.shape, tensor.stride()
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self):
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None:
             raise NotCapturable("memory of a tensor that is gone")
@@ -146,26 +163,21 @@ class Outside:
 
 
 class Captures:
-    """Captures work as `quire.models.engine.graphs.CudaCapture` does.
+    """Captures work as `quire.models.engine.graphs.CudaCapture` does."""
 
-    granularity: functions that are one operation each, by module, as `KERNELS`.
-    """
+    def __init__(self):
+        self.graphs, self.num_replays = [], 0
 
-    def __init__(self, kernels=KERNELS) -> None:
-        self.graphs: list[Graph] = []
-        self.num_replays = 0
-        self._kernels = kernels
-
-    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, work):
         for _ in range(graphs.WARM_UP_RUNS):
             work()
         graph = Graph()
-        with self._capturing(graph), graph:
+        with _capturing(graph), graph:
             work()
         graph.forget_outside()
         self.graphs.append(graph)
 
-        def replay() -> None:
+        def replay():
             self.num_replays += 1
             for other in self.graphs:
                 other.poison()
@@ -173,26 +185,28 @@ class Captures:
 
         return replay
 
-    @contextmanager
-    def _capturing(self, graph: Graph):
-        def on_host(name, original):
-            def call(*args, **kwargs):
-                if not graph.inside:
-                    raise NotCapturable(name)
-                return original(*args, **kwargs)
 
-            return call
+@contextmanager
+def _capturing(graph):
+    def on_host(name, original):
+        def call(*args, **kwargs):
+            if not graph.inside:
+                raise NotCapturable(name)
+            return original(*args, **kwargs)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checks, "is_readable", lambda tensor: graph.inside and tensor.is_cpu)
-            for module, names in self._kernels.items():
-                for name in names:
-                    original = getattr(module, name)
-                    patch.setattr(module, name, lambda *a, f=original, **k: graph.kernel(f, *a, **k))  # fmt: skip
-            for owner, names in ((torch.Tensor, ON_HOST), (torch, FROM_HOST)):
-                for name in names:
-                    patch.setattr(owner, name, on_host(name, getattr(owner, name)))
-            yield
+        return call
+
+    def kernel(original):
+        return lambda *args, **kwargs: graph.kernel(original, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "is_readable", lambda tensor: graph.inside and tensor.is_cpu)
+        for module, name in KERNELS:
+            patch.setattr(module, name, kernel(getattr(module, name)))
+        for owner, names in ((torch.Tensor, ON_HOST), (torch, FROM_HOST)):
+            for name in names:
+                patch.setattr(owner, name, on_host(name, getattr(owner, name)))
+        yield
 
 
 def captured_engine(model, config, capture, **more) -> Engine:
@@ -203,13 +217,9 @@ def captured_engine(model, config, capture, **more) -> Engine:
         return Engine(model, config, **more)
 
 
-LAUNCHES = {launching: ("launch",)}
-"""Kernels by launch: what wrappers do around them is captured operation by operation."""
-
-
-def _tensors(tree) -> list[torch.Tensor]:
+def _tensors(tree):
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _place(tensor: torch.Tensor) -> int:
+def _place(tensor):
     return tensor.untyped_storage().data_ptr()

@@ -15,14 +15,17 @@ from quire.models.engine.memory import ModelCache
 VOCAB = 64
 BLOCK = 16
 WINDOW = 24
+PAGE_BYTES = 512  # BLOCK rows of token and position, of two groups
 PRIME = 2_147_483_647
 
 
 class ToyPool:
-    """pages: per group [num_pages, BLOCK, 2] int64: token, position."""
+    """pages: per group [num_pages, BLOCK, 2] int64: token, position. tensors: the same memory as bytes, which a host tier copies."""
 
     def __init__(self, num_pages):
         self.pages = [np.full((num_pages, BLOCK, 2), -1) for _ in range(2)]
+        rows = [p.view(np.uint8).reshape(num_pages, -1) for p in self.pages]
+        self.tensors = [torch.from_numpy(r) for r in rows]
 
     def poison(self, free):
         for pages in self.pages:
@@ -51,7 +54,7 @@ class ToyModel(torch.nn.Module):
             GroupSpec("dense", "dense", BLOCK, 64),
             GroupSpec("window", "window", BLOCK, 64, sliding_window=WINDOW),
         ]
-        return ModelCache(groups, 64, ToyPool)
+        return ModelCache(groups, PAGE_BYTES, ToyPool)
 
     def forward(self, input_ids, positions, attn, pool, *, logits_rows=None, impl=None):
         ids, where = input_ids.numpy(), positions.numpy()
