@@ -101,14 +101,11 @@ class MTPDrafter(DeviceDrafter):
             nowhere = positions.new_full((num_seqs * count,), -1)
             attn = AttnMetadata(
                 cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * count,
-                seq_lens=seq_lens + count,
-                block_tables=block_tables,
-                slot_mappings=(nowhere,) * len(block_tables),
-                max_seqlen_q=count,
-                max_seq_len=max_seq_len + count,
-                num_decodes=num_seqs if count == 1 else 0,
+                seq_lens=seq_lens + count, block_tables=block_tables,
+                slot_mappings=(nowhere,) * len(block_tables), max_seqlen_q=count,
+                max_seq_len=max_seq_len + count, num_decodes=num_seqs if count == 1 else 0,
                 request_slots=request_slots.int(),
-            )
+            )  # fmt: skip
             attend = PagedLatentAttend(attn, self._pool, impl=self._impl)
             out = model.draft_streams(
                 index, rows.flatten(0, 1), ids.flatten(), positions.flatten(), attend
@@ -137,16 +134,10 @@ class BlockAttend:
         """As `LatentAttend.__call__`."""
         pages, slots = self.pool.layers[attention.layer].window, self._slots(attention.layer)
         own = write_latent(
-            inputs.kv,
-            None,
-            None,
-            positions=inputs.positions,
-            cos_sin=inputs.cos_sin,
-            norm_weight=attention.kv_norm.weight,
-            eps=attention.eps,
+            inputs.kv, None, None, positions=inputs.positions, cos_sin=inputs.cos_sin,
+            norm_weight=attention.kv_norm.weight, eps=attention.eps, impl=self.impl,
             out=torch.empty_like(inputs.kv, memory_format=torch.contiguous_format),
-            impl=self.impl,
-        )
+        )  # fmt: skip
         own = own.unflatten(0, (-1, self.block_size)).float()
         rows = torch.cat([pages.read(slots), own], dim=1)  # [num_seqs, keys, head_dim]
         q = inputs.q.unflatten(0, (-1, self.block_size)).float()
@@ -208,15 +199,11 @@ class DSparkDrafter(DeviceDrafter):
             attention = stage.self_attn
             cache = self._pool.layers[attention.layer]
             write_latent(
-                attention.kv_proj(main_x),
-                cache.window,
-                batch.attn.slot_mappings[cache.window_group],
-                positions=batch.positions,
-                cos_sin=self.model.rope[SLIDING],
-                norm_weight=attention.kv_norm.weight,
-                eps=attention.eps,
-                impl=self._impl,
-            )
+                attention.kv_proj(main_x), cache.window,
+                batch.attn.slot_mappings[cache.window_group], positions=batch.positions,
+                cos_sin=self.model.rope[SLIDING], norm_weight=attention.kv_norm.weight,
+                eps=attention.eps, impl=self._impl,
+            )  # fmt: skip
 
     def _drafts(
         self, request_slots: Tensor, seq_lens: Tensor, block_tables: tuple[Tensor, ...], *,
