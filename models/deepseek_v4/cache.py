@@ -116,16 +116,11 @@ def plan_cache(config: DeepseekV4Config, fmt: CacheFormat, *, drafters: bool = T
     has_dspark = config.dspark is not None
     drafted = config.num_layers // share if len(kinds) > config.num_layers else num_windows
     for i in range(num_windows):
-        window = GroupSpec(
-            f"{WINDOW}.{i}",
-            "window",
-            window_block_size,
-            page,
-            # Drafts of DSpark see a whole window besides themselves.
-            sliding_window=config.sliding_window + int(i >= drafted and has_dspark),
-            lookahead=int(i >= drafted and not has_dspark),
-        )
-        groups.append(window)
+        # Drafts of DSpark see a whole window besides themselves.
+        window = config.sliding_window + int(i >= drafted and has_dspark)
+        lookahead = int(i >= drafted and not has_dspark)
+        name, size = f"{WINDOW}.{i}", window_block_size
+        groups.append(GroupSpec(name, "window", size, page, window, lookahead=lookahead))
     if overlap_bytes:
         seen = config.csa_ratio + 1
         groups.append(GroupSpec(OVERLAP, "window", block_size, page, sliding_window=seen))
@@ -191,15 +186,9 @@ class V4PagePool:
     """
 
     def __init__(
-        self,
-        config: DeepseekV4Config,
-        plan: CachePlan,
-        *,
-        num_pages: int,
-        max_requests: int,
-        max_draft_tokens: int = 0,
-        device: torch.device | str = "cpu",
-    ) -> None:
+        self, config: DeepseekV4Config, plan: CachePlan, *, num_pages: int, max_requests: int,
+        max_draft_tokens: int = 0, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         self.config, self.plan = config, plan
         self.data = empty_pages(num_pages, plan.groups[0].page_bytes, device)
         self._num_rings = max_requests + 1
@@ -221,28 +210,21 @@ class V4PagePool:
     def _layer(self, layer: int) -> LatentLayerCache:
         config, plan, place = self.config, self.plan, self.plan.layers[layer]
         window = self._latents(place.window, plan.groups[place.window_group].block_size)
-        ratio = config.compress_ratio(layer)
+        ratio, group = config.compress_ratio(layer), place.window_group
         if ratio is None:
-            return LatentLayerCache(window, place.window_group)
+            return LatentLayerCache(window, group)
         num_entries = plan.groups[plan.index[COMPRESSED]].block_size // ratio  # of a page
         entries = self._latents(place.compressed, num_entries)
         if place.index_keys is None:
             ring = self._ring(self.hca_ring_size, config.head_dim)
-            return LatentLayerCache(
-                window, place.window_group, CompressorCache(entries, ring, None)
-            )
+            return LatentLayerCache(window, group, CompressorCache(entries, ring, None))
         size, dim = plan.format.index_bytes(config, num_entries), config.index_head_dim
         data = self._rows(place.index_keys, num_entries, dim, size)
         index_keys = IndexPages(data, storage_block_size=num_entries, index_dim=dim)
         # Twice the channels, as an entry overlaps the compression window before.
         rings = [self._ring(self.csa_ring_size, 2 * width) for width in (config.head_dim, dim)]
-        overlaps = self._overlaps(layer)
-        return LatentLayerCache(
-            window,
-            place.window_group,
-            CompressorCache(entries, rings[0], overlaps[0]),
-            CompressorCache(index_keys, rings[1], overlaps[1]),
-        )
+        stored = zip((entries, index_keys), rings, self._overlaps(layer), strict=True)
+        return LatentLayerCache(window, group, *(CompressorCache(*each) for each in stored))
 
     def _ring(self, num_tokens: int, channels: int) -> Tensor:
         shape = (self._num_rings, num_tokens, 2, channels)
@@ -256,14 +238,10 @@ class V4PagePool:
         return [rows.unflatten(1, (config.csa_ratio, 2, -1)) for rows in both.split(sizes, 1)]
 
     def _latents(self, start: int, rows: int) -> LatentPages:
-        config = self.config
-        size = self.plan.format.latent_bytes(config, rows)
-        return LatentPages(
-            self._rows(start, rows, config.head_dim, size),
-            storage_block_size=rows,
-            head_dim=config.head_dim,
-            rope_dim=config.rope_dim,
-        )
+        head_dim, rope_dim = self.config.head_dim, self.config.rope_dim
+        size = self.plan.format.latent_bytes(self.config, rows)
+        data = self._rows(start, rows, head_dim, size)
+        return LatentPages(data, storage_block_size=rows, head_dim=head_dim, rope_dim=rope_dim)
 
     def _rows(self, start: int, rows: int, width: int, size: int) -> Tensor:
         """``size`` bytes of each page; as [num_pages, rows, width] unless they are quantized."""
