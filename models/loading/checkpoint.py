@@ -35,9 +35,7 @@ class Stored:
 def read_headers(path: Path) -> list[Stored]:
     """Every tensor of a directory's files.
 
-    Raises:
-        ValueError: naming files that are missing, cut off or unreadable, and tensors that the index
-            puts in files which lack them.
+    ValueError names files that are missing, cut off or unreadable, and tensors that they lack.
     """
     from safetensors import SafetensorError
 

@@ -142,11 +142,7 @@ class GGUFFile:
 
     def get_slice(self, name: str) -> TensorSlice:
         """A tensor whose shape is known before it is read."""
-        return TensorSlice(self, name)
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
-        return self._tensors[name].shape
+        return TensorSlice(self, name, self._tensors[name].shape)
 
     def get_tensor(self, name: str) -> Tensor:
         """A tensor in float32."""
@@ -248,10 +244,11 @@ class TensorSlice:
 
     file: GGUFFile
     name: str
+    shape: tuple[int, ...]
 
     def get_shape(self) -> list[int]:
-        """The shape, of which nothing is read."""
-        return list(self.file.shape_of(self.name))
+        """The shape."""
+        return list(self.shape)
 
     def get_dtype(self) -> str:
         """The dtype of the tensor after it is read."""

@@ -23,17 +23,10 @@ _NAME = re.compile(
 def read_kv_scales(
     path: Path, stored: Iterable[Stored], num_layers: int
 ) -> tuple[list[tuple[float, float]], set[Stored]]:
-    """Pairs of each layer's scales of keys and values, 1.0 where the checkpoint has none.
+    """(pairs of each layer's scales, 1.0 where there is none, and the tensors that are scales).
 
-    Args:
-        stored: all tensors of the checkpoint.
-
-    Returns:
-        (pairs, the tensors that are such scales).
-
-    Raises:
-        ValueError: naming two for the same, those of layers that there are not, and one that is not
-            one finite number above 0.
+    ValueError names two for the same, those of layers that there are not, and one that is not one
+    finite number above 0.
     """
     found: dict[tuple[int, str], Stored] = {}
     doubled, unexpected = [], []

@@ -134,11 +134,7 @@ class TensorSource:
 
 
 def unique(path: Path, storage: Storage, stored: Iterable[Stored]) -> dict[TensorTarget, Stored]:
-    """Tensors by where they belong, those for nowhere left out.
-
-    Raises:
-        ValueError: two tensors for the same target, naming both.
-    """
+    """Tensors by their target, without those that have none; ValueError names two of one."""
     found: dict[TensorTarget, Stored] = {}
     doubled = []
     for one in stored:

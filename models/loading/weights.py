@@ -38,13 +38,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def build_model(
-    config: Any,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    group: Group | None = None,
+    config: Any, *, device: torch.device | str, dtype: torch.dtype, group: Group | None = None,
     unit: int = 1,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """The model of ``config`` with uninitialized weights, or a rank's part of it.
 
     unit: as in ``config.shard``.
@@ -92,13 +88,9 @@ def load_model(
 
 
 def load_decoder(
-    path: Path,
-    config: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-    fp8: str,
+    path: Path, config: Any, device: torch.device, dtype: torch.dtype, fp8: str,
     group: Group | None,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """Load a family that has no loader: see `load_model`."""
     # Shapes are checked, and it is decided what stays in fp8, before anything is allocated.
     whole = build_model(config, device="meta", dtype=dtype)
@@ -153,7 +145,7 @@ def _storage_keys(path: Path) -> StorageKeys:
 
 
 def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype of models by its name or itself; raises NotImplementedError for another."""
+    """A dtype of models by its name or itself; NotImplementedError for another."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise NotImplementedError(f"dtype: supported are {list(DTYPES)}, got {shown(dtype)}")
