@@ -48,14 +48,7 @@ pyext = ["py", "json"]
 
 
 def export(directory: Path) -> None:
-    """Write the repository.
-
-    Args:
-        directory: new or empty.
-
-    Raises:
-        ValueError: directory holds something, or is a file.
-    """
+    """Write the repository; ValueError for a file, or a directory that holds something."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"DIR: expected a new or an empty directory, got {directory}")
     source = Path(str(kernels.__file__)).parent
@@ -92,13 +85,9 @@ def metadata(folder: Path, backend: str) -> dict[str, object]:
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    directory = _parser().parse_args(argv).directory
+    parser = Parser("quire.models.integrations.hub_kernels", __doc__)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to; new or empty")
+    directory = parser.parse_args(argv).directory
     export(directory)
     print(f"written to {directory}")
     return 0
-
-
-def _parser() -> Parser:
-    parser = Parser("quire.models.integrations.hub_kernels", __doc__)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where to; new or empty")
-    return parser

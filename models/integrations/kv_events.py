@@ -107,17 +107,15 @@ def _by_lora(event: BlockStored) -> Iterator[tuple[str | None, BlockStored]]:
     size, first = event.block_size, 0
     for name, group in groupby(names):
         stop = first + len(list(group))
-        yield (
-            name or None,
-            replace(
-                event,
-                block_hashes=event.block_hashes[first:stop],
-                parent=event.block_hashes[first - 1] if first else event.parent,
-                start=event.start + first * size,
-                token_ids=event.token_ids[first * size : stop * size],
-                extra_keys=event.extra_keys[first:stop],
-            ),
+        part = replace(
+            event,
+            block_hashes=event.block_hashes[first:stop],
+            parent=event.block_hashes[first - 1] if first else event.parent,
+            start=event.start + first * size,
+            token_ids=event.token_ids[first * size : stop * size],
+            extra_keys=event.extra_keys[first:stop],
         )
+        yield name or None, part
         first = stop
 
 

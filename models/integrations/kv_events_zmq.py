@@ -58,15 +58,9 @@ class Publisher:
     """
 
     def __init__(
-        self,
-        endpoint: str,
-        replay_endpoint: str | None = None,
-        *,
-        topic: str = "",
-        num_kept: int = 10_000,
-        queue_size: int = 100_000,
-        **encoding: Any,
-    ) -> None:
+        self, endpoint: str, replay_endpoint: str | None = None, *, topic: str = "",
+        num_kept: int = 10_000, queue_size: int = 100_000, **encoding: Any,
+    ) -> None:  # fmt: skip
         for name, number in (("num_kept", num_kept), ("queue_size", queue_size)):
             if type(number) is not int or not 0 <= number < 2**31:
                 raise ValueError(f"{name}: expected an int in 0..{2**31 - 1}, got {number!r}")

@@ -190,17 +190,11 @@ class QuireAttention(AttentionImpl[QuireMetadata]):
         n, (pages, rest) = attn_metadata.num_tokens, self._pages(layer, kv_cache)
         if self.kv_sharing_target_layer_name is None:  # else all rows are in pages
             rest |= {"k": key[:n], "v": value[:n]}
+        sinks = None if self.sinks is None else self.sinks.float()
         attention_for(self.sliding_window)(
-            query[:n],
-            *pages,
-            *attn_metadata.tables,
-            **attn_metadata.sizes,
-            **rest,
-            softmax_scale=self.scale,
-            softcap=self.softcap,
-            sinks=None if self.sinks is None else self.sinks.float(),
-            out=output[:n],
-        )
+            query[:n], *pages, *attn_metadata.tables, **attn_metadata.sizes, **rest,
+            softmax_scale=self.scale, softcap=self.softcap, sinks=sinks, out=output[:n],
+        )  # fmt: skip
         return output
 
     def _pages(self, layer: Any, kv_cache: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
