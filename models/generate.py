@@ -86,14 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         decode_graphs=False if args.no_graphs else None,
         tensor_parallel_size=args.tensor_parallel_size or size,
     )
-    llm = LLM(
-        model,
-        engine=config,
-        drafter=drafter,
-        device=args.device,
-        dtype=args.dtype,
-        seed=args.model_seed,
-    )
+    options = {"device": args.device, "dtype": args.dtype, "seed": args.model_seed}
+    llm = LLM(model, engine=config, drafter=drafter, **options)
     params = _params(args, llm.default_params)
     if args.stats:
         print(llm.engine.memory.describe(), sampling(params), sep="\n", file=sys.stderr)
@@ -252,16 +246,11 @@ def _check(args: argparse.Namespace) -> None:
 
 def _params(args: argparse.Namespace, default: SamplingParams) -> SamplingParams:
     """``default`` with the options of the command line."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return replace(
-        default,
-        max_tokens=args.max_tokens,
-        ignore_eos=args.ignore_eos,
-        stop=args.stop,
-        n=args.n,
-        **given,
-    )
+    names = (
+        "max_tokens", "ignore_eos", "stop", "n",
+        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",
+    )  # fmt: skip
+    return replace(default, **{k: v for k in names if (v := getattr(args, k)) is not None})
 
 
 def _parser() -> Parser:

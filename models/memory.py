@@ -32,13 +32,9 @@ MIB, GIB = 2**20, 2**30
 
 
 def describe(
-    model: str,
-    *,
-    dtype: str = "bfloat16",
-    kv_cache_dtype: str = "auto",
-    contexts: Sequence[int] | None = None,
-    gib: float | None = None,
-) -> str:
+    model: str, *, dtype: str = "bfloat16", kv_cache_dtype: str = "auto",
+    contexts: Sequence[int] | None = None, gib: float | None = None,
+) -> str:  # fmt: skip
     """Weights, pages, requests and, with ``gib`` of memory for pages, a pool of a model.
 
     Args:
@@ -87,15 +83,8 @@ def describe(
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    args = _parser().parse_args(argv)
-    text = describe(
-        args.model,
-        dtype=args.dtype,
-        kv_cache_dtype=args.kv_cache_dtype,
-        contexts=args.context,
-        gib=args.gib,
-    )
-    print(text)
+    args = vars(_parser().parse_args(argv))
+    print(describe(args.pop("model"), contexts=args.pop("context"), **args))
     return 0
 
 

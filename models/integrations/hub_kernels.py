@@ -85,9 +85,13 @@ def metadata(folder: Path, backend: str) -> dict[str, object]:
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = Parser("quire.models.integrations.hub_kernels", __doc__)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where to; new or empty")
-    directory = parser.parse_args(argv).directory
+    directory = _parser().parse_args(argv).directory
     export(directory)
     print(f"written to {directory}")
     return 0
+
+
+def _parser() -> Parser:
+    parser = Parser("quire.models.integrations.hub_kernels", __doc__)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to; new or empty")
+    return parser
