@@ -34,7 +34,7 @@ EXTRA = re.compile(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]")
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    Parser("quire.models.doctor", __doc__).parse_args(argv)
+    _parser().parse_args(argv)
     print(f"software  quire {version_of(DISTRIBUTION)}, Python {platform.python_version()}, "
           f"torch {torch.__version__}, Triton {version_of('triton')}")  # fmt: skip
     works = True
@@ -113,3 +113,7 @@ def version_of(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def _parser() -> Parser:
+    return Parser("quire.models.doctor", __doc__)
