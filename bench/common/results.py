@@ -107,6 +107,15 @@ def describe_machine(device: torch.device) -> dict[str, str | int | None]:
     }
 
 
+def machine_lines(machine: dict[str, Any], threads: str = "") -> str:
+    """Device and software of `describe_machine`, one line each; threads: behind the device."""
+    driver = f", driver {machine['driver']}" if machine["driver"] else ""
+    software = ", ".join(
+        f"{name} {machine[name]}" for name in ("python", "torch", "triton", "commit")
+    )
+    return f"device    {machine['device']}{threads}{driver}\nsoftware  {software}"
+
+
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []

@@ -43,7 +43,7 @@ from ..cases.expected import expect
 from ..cases.problem import Problem, make_problem
 from ..cases.shapes import AttentionShape, Case, LatentShape
 from ..common.floors import device_rates
-from ..common.results import aligned, describe_machine, one_line, write_json
+from ..common.results import describe_machine, machine_lines, one_line, table, write_json
 from ..common.timing import time_checked
 from ..common.workers import Workers
 from ..peers.find import find_peers
@@ -73,9 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     skipped = set(SETS[args.skip]()) if args.skip else set()
     cases = [case for case in SETS[name]() if args.only in case.name and case not in skipped]
     if not cases:
-        raise ValueError(
-            f"only: expected part of the name of a case of {name!r}, got {args.only!r}"
-        )
+        of = f"of the name of a case of {name!r}"
+        raise ValueError(f"only: expected part {of}, got {args.only!r}")
     if args.compile:
         return compile_all(cases, device, args)
     try:
@@ -83,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DeviceLost as error:
         print(f"error: the device is lost: {error}", file=sys.stderr)
         return 3
-    print(table(result))
+    print(report(result))
     return 1 if any(row["ours"] and row["wrong"] for row in result["rows"]) else 0
 
 
@@ -138,11 +137,8 @@ def compile_all(cases: list[Case], device: torch.device, args: argparse.Namespac
     wanted_peers(args.impl, args.peers)  # refuses unknown names
     start = perf_counter()
     work = [(case, str(device), args.impl, args.peers) for case in cases]
-    if args.compile == 1:
-        found = [compile_case(*each) for each in work]
-    else:
-        with Workers(args.compile) as pool:
-            found = list(pool.map(compile_case, *zip(*work, strict=True)))
+    with Workers(args.compile) as pool:
+        found = list(pool.map(compile_case, *zip(*work, strict=True)))
     failures = [text for texts in found for text in texts]
     print(*failures, f"{len(cases)} cases called once in {perf_counter() - start:.1f} s", sep="\n")
     write_json(args.json, {"schema": SCHEMA, "cases": len(cases), "failures": failures})
@@ -168,10 +164,6 @@ def run_case(
 ) -> list[dict[str, Any]]:
     """One row for each implementation of the case's operator: times, or why there are none.
 
-    Args:
-        rates: fields of `bench.common.floors.Rates`.
-        seconds: timing of one implementation.
-
     Raises:
         DeviceLost.
     """
@@ -189,7 +181,10 @@ def run_case(
             raise
         except Exception as error:
             row["wrong" if peer.ours else "skipped"] = one_line(error)
-            _require_device(device, error)
+            try:
+                torch.zeros(1, device=device).item()  # waits for the device
+            except RuntimeError:
+                raise DeviceLost(str(error)) from error
         rows.append(row)
     timed = [row for row in rows if "ms" in row]
     others = [row["ms"] for row in timed if not row["ours"]]
@@ -212,22 +207,11 @@ def _measure(
     return {**times, "copies": problem.copies}
 
 
-def _require_device(device: torch.device, cause: Exception) -> None:
-    """Raise DeviceLost if the device does not answer."""
-    try:
-        torch.zeros(1, device=device).item()  # waits for the device
-    except RuntimeError:
-        raise DeviceLost(str(cause)) from cause
-
-
 def header(result: dict[str, Any]) -> str:
     """Machine, rates, and implementations that are present and missing."""
-    machine, rates = result["machine"], result["rates"]
-    driver = f", driver {machine['driver']}" if machine["driver"] else ""
+    rates = result["rates"]
     lines = [
-        f"device    {machine['device']}{driver}",
-        f"software  python {machine['python']}, torch {machine['torch']}, "
-        f"triton {machine['triton']}, commit {machine['commit']}",
+        machine_lines(result["machine"]),
         f"rates     copy {rates['copy_bytes_per_s'] / 1e9:.4g} GB/s read + written, "
         f"matmul {rates['matmul_flops_per_s'] / 1e12:.3g} TFLOP/s",
     ]
@@ -237,24 +221,29 @@ def header(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def table(result: dict[str, Any]) -> str:
+COLUMNS = (
+    ("case", "case", ""),
+    ("impl", "impl", ""),
+    ("ms p50", "ms", ".4g"),
+    ("ms p20", "ms_p20", ".4g"),
+    ("ms p80", "ms_p80", ".4g"),
+    ("GB/s", "gb_per_s", ".0f"),
+    ("% of copy", "copy_share", ".0f", 100),
+    ("TFLOP/s", "tflop_per_s", ".3g"),
+    ("% of matmul", "matmul_share", ".0f", 100),
+    ("time of best peer's", "over_best_peer", ".2f"),
+)
+
+
+def report(result: dict[str, Any]) -> str:
     """Times as aligned text; below them what was wrong, skipped or not run."""
-    titles = "case,impl,ms p50,ms p20,ms p80,GB/s,% of copy,TFLOP/s,% of matmul,time of best peer's"
-    rows, remarks = [tuple(titles.split(","))], []
-    for row in result["rows"]:
-        if "ms" not in row:
-            why = f"WRONG: {row['wrong']}" if row["wrong"] else f"skipped: {row['skipped']}"
-            remarks.append(f"{row['case']}  {row['impl']}  {why}")
-            continue
-        ratio = row["over_best_peer"]
-        cells = [row["case"], row["impl"]]
-        cells += [f"{row[key]:.4g}" for key in ("ms", "ms_p20", "ms_p80")]
-        cells += [f"{row['gb_per_s']:.0f}", f"{100 * row['copy_share']:.0f}"]
-        cells += [f"{row['tflop_per_s']:.3g}", f"{100 * row['matmul_share']:.0f}"]
-        rows.append((*cells, "-" if ratio is None else f"{ratio:.2f}"))
+    lines = [table([row for row in result["rows"] if "ms" in row], COLUMNS)]
+    for row in (row for row in result["rows"] if "ms" not in row):
+        why = f"WRONG: {row['wrong']}" if row["wrong"] else f"skipped: {row['skipped']}"
+        lines.append(f"{row['case']}  {row['impl']}  {why}")
     if result["not_run"]:
-        remarks.append(f"out of time or memory: {len(result['not_run'])} cases not run")
-    return "\n".join([*aligned(rows), *remarks])
+        lines.append(f"out of time or memory: {len(result['not_run'])} cases not run")
+    return "\n".join(lines)
 
 
 def _parser() -> Parser:

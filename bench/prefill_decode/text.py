@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..common.results import aligned
+from ..common.results import aligned, machine_lines
 
 
 def header(result: dict[str, Any]) -> str:
     """Machine, model and workload, and the result of the check."""
     machine, model, engine = result["machine"], result["model"], result["engine"]
     work, check, rates = result["workload"], result["check"], result["rates"]
-    driver = f", driver {machine['driver']}" if machine["driver"] else ""
     near_ties = check["tokens"] - check["exact_tokens"]
+    threads = f" ({machine['threads']} CPU threads)"
     cache = "\ncache     ".join(engine["describe"].splitlines())
     return (
-        f"device    {machine['device']} ({machine['threads']} CPU threads){driver}\n"
-        f"software  python {machine['python']}, torch {machine['torch']}, "
-        f"triton {machine['triton']}, commit {machine['commit']}\n"
+        f"{machine_lines(machine, threads)}\n"
         f"model     {model['name']}: {model['parameters'] / 1e6:.2f} M parameters, "
         f"{model['dtype']}, {model['source']}\n"
         f"engine    impl {engine['impl']}, KV cache {engine['kv_cache_dtype']}, "

@@ -41,7 +41,7 @@ from typing import Any
 from quire.models.command import Parser, integer, output_file, program
 from quire.models.progress import tqdm
 
-from ..common.results import aligned
+from ..common.results import table
 from ..common.workers import Workers
 from .cases import DEFAULT_ARCH, SAMPLE_ARCHS
 from .compiling import attempt, distinct, problems
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append(result)
             bar.update()
     rows = [row for row in results if isinstance(row, dict)]
-    print(table(rows))
+    print(table(rows, [(title, key, "") for title, key in COLUMNS.items()]))
     seconds = sum(row["seconds"] for row in rows)
     print(f"triton {triton.__version__}; {len(rows)} kernels, {seconds:.0f} s of processor time")
     for line in differences(rows, baseline):
@@ -83,6 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for text in failures:
         print(f"FAIL {text}")
     return 1 if failures else 0
+
+
+COLUMNS = {
+    "case": "case", "kernel": "kernel", "arch": "arch", "config": "config",
+    "registers": "registers", "spill, B": "spill_bytes", "shared, B": "shared_bytes",
+    "limit, B": "shared_limit", "programs/SM": "ctas_per_sm",
+    "flight, B/SM": "bytes_in_flight_per_sm",
+}  # fmt: skip
 
 
 def differences(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> list[str]:
@@ -103,18 +111,6 @@ def differences(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> l
 
 def _key(row: dict[str, Any]) -> tuple[str, ...]:
     return row["case"], row["kernel"], row["config"], row["arch"]
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Rows as aligned text."""
-    columns = {
-        "case": "case", "kernel": "kernel", "arch": "arch", "config": "config",
-        "registers": "registers", "spill, B": "spill_bytes", "shared, B": "shared_bytes",
-        "limit, B": "shared_limit", "programs/SM": "ctas_per_sm",
-        "flight, B/SM": "bytes_in_flight_per_sm",
-    }  # fmt: skip
-    cells = [tuple(str(row[key]) for key in columns.values()) for row in rows]
-    return "\n".join(aligned([tuple(columns), *cells]))
 
 
 def _parser() -> Parser:

@@ -72,28 +72,6 @@ def test_decode_reads_rows_of_tables_and_chosen_experts(built):
     assert floors.decode_bytes(model, batch) == pytest.approx(expected, abs=100)
 
 
-def test_floors_of_deepseek_v4():
-    """One sequence of one token: its share of experts, a row a layer; operations twice the matrices
-    and what it attends to.
-    """
-    model = build_model("deepseek-v4-tiny", device=CPU).model
-    config, one = model.config, np.array([1])
-    layers = 6
-    experts = sum(w.numel() for n, w in model.layers.named_parameters() if ".experts." in n)
-    weights = {n: w for n, w in model.named_parameters() if not n.startswith(("mtp.", "embed_"))}
-    rest = tables = 0
-    for name, weight in weights.items():
-        if "tid2eid" in name:
-            tables += weight[0].numel() * weight.element_size()
-        elif ".experts." not in name:
-            rest += weight.numel() * weight.element_size()
-    want = experts // 4 * 4 + rest + tables + 4 * config.hidden_size + layers * config.head_dim * 4
-    assert floors.decode_bytes(model, one) == want
-    fewer = layers * (config.head_dim * 4 - 584)
-    assert floors.decode_bytes(model, one, "fp8") == want - fewer
-    assert floors.prefill_flops(config, one, one) > 2 * experts // 4
-
-
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "latent", "key"), [("auto", 4 * 32, 4 * 16), ("fp8", 584, 16 + 4)]
 )

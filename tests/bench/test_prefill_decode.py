@@ -230,7 +230,7 @@ def test_refuses_when_the_cache_holds_wrong_values(kv_cache_dtype, monkeypatch, 
     assert "refusing to report" in captured.err and "the full forward says" in captured.err
 
 
-def test_one_wrong_token_is_named(built, run):
+def test_one_wrong_token_is_named(built, run, monkeypatch):
     assert check_outputs(built.model, run.outputs).problems == ()
     right = run.outputs[1, 2]
     position = len(right.token_ids) // 2
@@ -240,10 +240,7 @@ def test_one_wrong_token_is_named(built, run):
     [problem] = check_outputs(built.model, outputs).problems
     assert f"request (session 1, turn 3), output token {position}: got {wrong[position]}" in problem
     assert f"says {right.token_ids[position]}," in problem
-
-
-def test_rounding_as_large_as_the_logits_is_no_success(built, run, monkeypatch):
-    monkeypatch.setattr(verify, "MARGIN", 1e7)
+    monkeypatch.setattr(verify, "MARGIN", 1e7)  # rounding as large as the logits is no success
     problems = check_outputs(built.model, run.outputs).problems
     assert len(problems) == len(run.outputs) and "cannot be checked" in problems[0]
 
