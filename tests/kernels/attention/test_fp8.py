@@ -1,12 +1,14 @@
 """Attention over e4m3 pages against the float64 oracle on the dequantised values."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from quire.kernels.attention import launch as paged
 from quire.kernels.common import e4m3
 from quire.kernels.common.arch import named
-from tests.kernels.attention.test_attention import attend
+from tests.kernels.attention.test_attention import FULL, WINDOW, attend
 from tests.support.helpers import (
     DEVICE,
     AttentionCase,
@@ -20,36 +22,19 @@ BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 IMPLS = ("triton", "torch")
 KINDS = ("rows", "number", "tensor")
 NAN_E4M3 = 0x7F
-W = 20
 
+# Every second case of plain pages, and those that only e4m3 pages tell apart.
 CASES = [
-    AttentionCase("decode-around-block", [1, 15, 16, 17, 33], [1] * 5),
+    *FULL[::2],
+    *(dataclasses.replace(case, name=f"window-{case.name}") for case in WINDOW[::2]),
     AttentionCase("decode-pages-only-bf16", [1, 15, 16, 17, 70], [1] * 5, in_step=False, dtype=BF16),
-    AttentionCase("decode-empty-sequences", [0, 50, 0, 30], [1, 1, 0, 1], sinks=True),
     AttentionCase("decode-speculative-hnd", [9, 21, 3], [3, 3, 3], num_decodes=3, layout="hnd"),
     AttentionCase("decode-d64-gqa-8-bf16", [90], [1], num_heads=8, num_kv_heads=1, head_dim=64, dtype=BF16),
     AttentionCase("decode-d128-page-48-fp16", [90], [1], head_dim=128, block_size=48, dtype=FP16),
-    AttentionCase("decode-d256-page-256", [300], [1], head_dim=256, block_size=256, dtype=BF16),
-    AttentionCase("decode-d512-bf16", [40], [1], head_dim=512, dtype=BF16, num_heads=8, num_kv_heads=1),
-    AttentionCase("decode-softcap-sinks", [40, 3], [1, 1], softcap=5.0, sinks=True),
-    AttentionCase("split", [700, 3, 0, 300], [1] * 4, block_size=64, num_heads=2, num_kv_heads=1),
-    AttentionCase("split-bf16-sinks", [620, 9], [3, 1], num_decodes=2, num_heads=2, num_kv_heads=1, sinks=True, dtype=BF16),
-    AttentionCase("prefill-first", [1, 15, 17, 33], [1, 15, 17, 33]),
-    AttentionCase("prefill-chunk", [40, 90, 33], [7, 20, 1], num_decodes=0),
     AttentionCase("prefill-pages-only-interleaved", [40, 17, 1], [7, 17, 1], in_step=False, layout="interleaved"),
     AttentionCase("prefill-group-3-page-8-bf16", [150], [50], num_heads=6, block_size=8, dtype=BF16),
-    AttentionCase("prefill-long-context-bf16", [300], [40], num_heads=2, num_kv_heads=1, dtype=BF16, block_size=128),
-    AttentionCase("prefill-d512-fp16", [40], [20], head_dim=512, dtype=FP16, num_heads=2, num_kv_heads=1),
-    AttentionCase("prefill-softcap-sinks", [40, 3], [20, 3], softcap=3.0, sinks=True, softmax_scale=1.0),
-    AttentionCase("mixed-interleaved-bf16", [30, 40], [1, 9], num_decodes=1, layout="interleaved", dtype=BF16),
-    AttentionCase("decodes-around-a-chunk-bf16", [30, 40, 5], [1, 9, 1], dtype=BF16),
     AttentionCase("decodes-around-a-chunk-sinks", [30, 40, 5], [1, 9, 1], dtype=BF16, sinks=True),
-    AttentionCase("window-decode-ring", [45, 90, 7], [1] * 3, sliding_window=W, ring=True),
-    AttentionCase("window-decode-pages-only", [1, W - 1, W, W + 1, 2 * W], [1] * 5, sliding_window=W, in_step=False),
-    AttentionCase("window-split-ring-sinks", [900], [2], num_decodes=1, sliding_window=600, ring=True, sinks=True, num_heads=2, num_kv_heads=1),
-    AttentionCase("window-prefill-chunk-ring", [90, 33, 300], [30, 33, 8], sliding_window=W, ring=True),
-    AttentionCase("window-prefill-wide-bf16", [400], [60], sliding_window=200, dtype=BF16, num_heads=1, num_kv_heads=1, block_size=128),
-    AttentionCase("window-mixed-d256-bf16", [40, 30], [1, 9], sliding_window=W, head_dim=256, dtype=BF16, num_decodes=1),
+    AttentionCase("window-mixed-d256-bf16", [40, 30], [1, 9], sliding_window=20, head_dim=256, dtype=BF16, num_decodes=1),
 ]  # fmt: skip
 
 

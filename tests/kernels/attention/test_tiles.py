@@ -11,15 +11,6 @@ from quire.kernels.common.arch import named
 from quire.kernels.latent import tiles as latent_tiles
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 16, 17, 64, 160])
-@pytest.mark.parametrize("block_m", [16, 32, 64, 128])
-def test_tile_heads_covers_the_group(group, block_m):
-    tokens, heads, tiles = tile_shapes.tile_heads(group, block_m)
-    assert tokens >= 1
-    assert tokens * heads <= block_m
-    assert heads * (tiles - 1) < group <= heads * tiles
-
-
 @pytest.mark.parametrize("name", ["sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"])  # fmt: skip
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256, 512])
 @pytest.mark.parametrize("dtype_bytes, page_bytes", [(2, 2), (4, 4), (2, 1), (4, 1)])

@@ -35,31 +35,6 @@ def test_page_sizes():
     assert page_bytes(72) == 72 * 584  # already a multiple of 576
 
 
-@pytest.mark.parametrize("num_rows", [64, 2, 1, 5])
-def test_latent_bytes(num_rows):
-    """Written bytes are the oracle's, nothing else of the memory changes, and reading gives the oracle's numbers."""
-    width = page_bytes(num_rows)
-    data, pool = byte_pages(4, width, width + 64)
-    expected, expected_pool = byte_pages(4, width, width + 64)
-    pages = LatentPages(data, num_rows)
-    rows = spread_rows(6, 512)
-    slots = torch.tensor([3 * num_rows, 0, -1, num_rows, 3 * num_rows - 1, -1], device=DEVICE)
-    if num_rows == 1:
-        slots[4] = -1  # the same slot as another
-    pages.write(slots, rows)
-    for row, slot in zip(rows, slots.tolist(), strict=True):
-        if slot >= 0:
-            reference.write_latent_bytes(expected, num_rows, slot, row)
-    assert pool.equal(expected_pool)
-    for dtype in (torch.float32, torch.bfloat16):
-        seen = pages.read(slots, dtype)
-        for got, row, slot in zip(seen, rows, slots.tolist(), strict=True):
-            body, scales = reference.latent_bytes(row)
-            want = reference.latent_values(body, scales) if slot >= 0 else [0.0] * 512
-            assert got.tolist() == want
-    assert pages.seen(rows)[slots >= 0].equal(pages.read(slots)[slots >= 0])
-
-
 @pytest.mark.parametrize("num_rows, dim", [(64, 128), (2, 128), (3, 16)])
 def test_index_bytes(num_rows, dim):
     width = num_rows * (dim + 4)

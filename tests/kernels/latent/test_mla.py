@@ -76,14 +76,3 @@ def test_where_shared_memory_is_small_tiles_have_fewer_rows(monkeypatch):
             MlaCase("", seq_lens, q_lens, num_decodes=count, num_heads=num_heads, dtype=BF16)
         )
         assert_attends(mla_attention, batch, mla_reference(batch), "triton")
-
-
-def test_a_row_of_a_batch_is_what_it_is_alone():
-    together = make_mla_batch(MlaCase("", [40, 21], [6, 6], dtype=BF16))
-    out = mla_attention(**together, impl="triton")
-    for s in range(2):
-        rows = slice(6 * s, 6 * s + 6)
-        alone = together | {name: together[name][rows] for name in ("q", "kv")}
-        alone |= {name: together[name][s : s + 1] for name in ("block_table", "seq_lens")}
-        alone["cu_seqlens_q"] = together["cu_seqlens_q"][:2]
-        assert mla_attention(**alone, impl="triton").equal(out[rows])
