@@ -28,14 +28,6 @@ FLASH = {
 }  # fmt: skip
 
 
-def test_three_drafter_layers():
-    keys = FLASH | {"compress_ratios": [*FLASH["compress_ratios"], 0, 0], "num_nextn_predict_layers": 3}  # fmt: skip
-    config = from_hf(keys)
-    assert config.num_mtp_layers == 3 and config.num_layers == 43
-    del keys["num_nextn_predict_layers"]
-    assert from_hf(keys).num_mtp_layers == 3
-
-
 def test_flat_rope_parameters_belong_to_compressed_layers():
     keys = to_hf(CONFIGS["deepseek-v4-tiny"])
     keys["rope_parameters"] = {

@@ -99,25 +99,6 @@ def test_drafts_equal_the_reference(model, length, chunk):
     assert drafts == ids
 
 
-def test_rejections_at_every_place_leave_no_trace(model):
-    """Drafts of each step are those of the sequence so far, however many were accepted before."""
-    plain = V4Recorder(model)
-    plain_id = plain.add(prompt(30), 40)
-    plain.run()
-    tokens = [*prompt(30), *plain.outputs[plain_id].token_ids]
-    drafter = WatchedDSpark(model)
-    drafter.outputs = {plain_id: plain.outputs[plain_id].token_ids}
-    run = V4Recorder(model, drafter=drafter)
-    request_id = run.add(prompt(30), 40)
-    run.run()
-    assert run.outputs[request_id].token_ids == plain.outputs[plain_id].token_ids
-    assert len(drafter.seen) > 7
-    reference = DSparkReference(model)
-    for sequence, drafts in drafter.seen[:9]:
-        assert sequence == tokens[: len(sequence)]
-        assert drafts == reference(torch.tensor(sequence))[1][: len(drafts)]
-
-
 def test_a_hit_and_a_preemption_bring_the_rows_along(model):
     """Drafts behind them are those of a cold request."""
     reference = DSparkReference(model)

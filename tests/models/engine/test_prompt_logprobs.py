@@ -120,19 +120,3 @@ def test_those_of_a_step_with_bad_rows_are_dropped():
     assert (spoiled["bad"].finish_reason, spoiled["a"].num_cached_tokens) == ("nan", 0)
     assert len(spoiled["a"].prompt_logprobs) == 50
     assert spoiled["a"].prompt_logprobs == clean["a"].prompt_logprobs
-
-
-def test_host_memory_is_not_asked():
-    """Pages of a prompt that were evicted are not loaded for what is computed anyway."""
-    model = random_model(few("gemma4-tiny"), device=DEVICE)
-    engine = Engine(model, EngineConfig(num_pages=24, host_cache_gib=0.01))
-    prompts = [[user, *range(20, 119)] for user in (5, 6, 7, 8)]
-    for ids in prompts:
-        engine.add_request(ids, SamplingParams(8))
-        finish(engine)
-    engine.add_request(prompts[0], SamplingParams(8, **WANTED))
-    [output] = finish(engine)
-    assert (check(model, output).num_cached_tokens, output.num_loaded_tokens) == (0, 0)
-    engine.add_request(prompts[1], SamplingParams(8))
-    [output] = finish(engine)
-    assert output.num_loaded_tokens > 0

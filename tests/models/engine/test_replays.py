@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from quire.models.config.named import get_config
-from quire.models.deepseek_v4.config import CSA, HCA, MOE, SLIDING
 from quire.models.loading.random_weights import random_model
 from tests.models.deepseek_v4.test_engine import DRAFTERS, V4Recorder
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
@@ -63,20 +62,6 @@ def test_logits_after_a_replay_equal_a_cold_run(model, budget):
     for request_id, end in zip(ids, ends, strict=True):
         assert run.check(request_id).num_cached_tokens == start_of(run, end) > 0
     assert run.engine.kv.stats()["replays"] == len(ends)
-
-
-def test_released_ratios_of_deepseek_v4():
-    """Entries of 4 and 128 tokens, a window of 128: a replay of 5 * 127 tokens starts in the third block of 256."""
-    config = replace(
-        get_config("deepseek-v4-tiny"), layer_types=(SLIDING, CSA, HCA, CSA, HCA), num_mtp_layers=0,
-        mlp_layer_types=(MOE,) * 5, hca_ratio=128, sliding_window=128,
-    )  # fmt: skip
-    run = forgetful(random_model(config, device=DEVICE), max_num_batched_tokens=500)
-    run.add(prompt(1300), max_tokens=1)
-    run.run()
-    again = run.add(prompt(1290) + prompt(5, seed=1))
-    run.run()
-    assert run.check(again).num_cached_tokens == (1280 - 635) // 256 * 256 == 512
 
 
 def test_a_replay_leaves_a_resume_point(model):

@@ -101,10 +101,6 @@ def test_prompts_with_one_tensor_of_offsets(mask):
     expect_varlen(lens, lens, mask, torch.float16)
 
 
-def test_as_many_keys_as_tokens_need_not_be_prompts():
-    expect_varlen([3, 6], [6, 3], PLAIN)
-
-
 @pytest.mark.parametrize("mask", [{}, {"window_size": (4, 2)}, {"window_size": (-1, 7)}], ids=str)
 def test_one_new_token_each_needs_no_causal(mask):
     """Bottom-right aligned, so no key is behind the query."""
@@ -167,11 +163,6 @@ def test_lengths_as_one_number_and_a_full_cache():
 def packed():
     """Arguments of ``flash_attn_varlen_func`` for a prompt of three tokens."""
     return [*(torch.cat(x) for x in rows_of([3], [3])), offsets([3]), offsets([3]), 3, 3]
-
-
-def test_without_lse_a_tensor_comes_alone():
-    out = flash_attn_varlen_func(*packed(), causal=True)
-    assert_within_budget("out", out, attention(*packed()[:3], **PLAIN)[0])
 
 
 REFUSED = {

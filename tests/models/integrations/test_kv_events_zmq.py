@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -17,9 +16,7 @@ from quire.models.integrations import kv_events_zmq  # noqa: E402
 from quire.models.integrations.kv_events import encode_batch, lora_key  # noqa: E402
 from quire.models.integrations.kv_events_zmq import (  # noqa: E402
     END,
-    PATIENCE_MS,
     Publisher,
-    ReplayServer,
 )
 
 HASHES = [bytes([i]) * 32 for i in range(5)]
@@ -225,60 +222,3 @@ def test_readers_that_ask_without_end_and_never_read(context):
     assert not publisher._replays.is_alive()
     for socket in (*hostile, honest):
         socket.close()
-
-
-class Router:
-    """A ROUTER socket with requests, whose reader `slow` takes so many messages of each answer, and whose reader `gone` has left."""
-
-    def __init__(self, requests, slow=()):
-        self.requests, self.slow, self.sent = deque(requests), deque(slow), []
-
-    def recv_multipart(self):
-        if not self.requests:
-            raise zmq.ContextTerminated()
-        reader, *_ = request = self.requests.popleft()
-        self.room = self.slow.popleft() if reader == b"slow" else 100
-        return request
-
-    def send_multipart(self, message):
-        if message[0] == b"gone":
-            raise zmq.ZMQError(zmq.EHOSTUNREACH)
-        if self.room == 0:
-            raise zmq.Again()
-        self.room -= 1
-        self.sent.append((*message, self.sndtimeo))
-
-    def close(self, linger):
-        pass
-
-
-def replayed(*requests, slow=()) -> list[tuple]:
-    """(reader, number, batch, patience) of the messages that a server of eight batches, of which it keeps five, sends."""
-    server = ReplayServer(Router(requests, slow), b"t", 5)
-    for i in range(8):
-        server.keep(i, b"batch %d" % i)
-    server.run()
-    return [(message[0], *message[3:]) for message in server._socket.sent]
-
-
-def batches(reader, *numbers, patience=PATIENCE_MS):
-    return [(reader, number(i), b"batch %d" % i, patience) for i in numbers]
-
-
-def end(reader):
-    return [(reader, END, b"", PATIENCE_MS)]
-
-
-def test_what_readers_get_who_ask_twice_leave_or_do_not_ask():
-    sent = replayed([b"a", b"", number(6)], [b"gone", b"", bytes(8)], [b"a", b"", bytes(8)],
-                    [b"b", b"x", bytes(8)], [b"b", b"", b"short"], [b"b", bytes(8)], [b"b", b"", b"\xff" * 8])  # fmt: skip
-    a = batches(b"a", 6, 7) + end(b"a") + batches(b"a", 3, 4, 5, 6, 7) + end(b"a")
-    assert sent == a + end(b"b")
-
-
-def test_nobody_waits_twice_for_a_reader_that_does_not_read():
-    asks = [[b"slow", b"", number(n)] for n in (0, 5, 5, 6)]
-    sent = replayed(*asks[:2], [b"a", b"", number(7)], *asks[2:], slow=(2, 0, 1, 100))
-    first, again = batches(b"slow", 3, 4), batches(b"slow", 5, patience=0)
-    last = batches(b"slow", 6, patience=0) + batches(b"slow", 7) + end(b"slow")
-    assert sent == first + batches(b"a", 7) + end(b"a") + again + last
