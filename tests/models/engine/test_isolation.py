@@ -168,70 +168,39 @@ def test_generate_exits_with_an_error_for_logits_of_nan(tmp_path, capsys):
         assert "error: request '0': expected logits whose largest is a number" in capsys.readouterr().err  # fmt: skip
 
 
-# Faults at every call that an engine makes for one request.
-
-
-class Faults:
-    """Raises at the ``at``-th call of one name for request "bad"; counts the calls of all."""
-
-    def __init__(self, name=None, at=0):
-        self.name, self.at, self.calls = name, at, Counter()
-
-    def check(self, name, is_bad):
-        if is_bad:
-            self.calls[name] += 1
-            if name == self.name and self.calls[name] > self.at:
-                raise KeyError(f"fault in {name}")
-
-
-class FaultyDrafter(NGramDrafter):
-    faults: Faults
-
-    def propose(self, requests):
-        for request in requests:
-            self.faults.check("propose", request.request_id == "bad")
-        return super().propose(requests)
-
-
-def faulty_engine(monkeypatch, faults):
-    """(engine, function that adds a request); a pool too small for all: they are preempted."""
-    drafter = FaultyDrafter(3, min_ngram=1)
-    drafter.faults = faults
+def run_faulty(monkeypatch, name="", at=0):
+    """(outputs, streamed texts, engine, calls by name) of four requests in a pool too small for all. The ``at``-th call of ``name`` that is
+    made for request "bad" raises."""
+    drafter, bad, calls = NGramDrafter(3, min_ngram=1), [], Counter()
     engine = Engine(ToyModel(), config(num_pages=16), tokenizer=ByteTokenizer(), drafter=drafter)
-    bad = []
-
-    def wrap(owner, name, label, is_bad):
-        work = getattr(owner, name)
-
-        def faulty(*args, **more):
-            faults.check(label, bool(bad) and is_bad(*args))
-            return work(*args, **more)
-
-        monkeypatch.setattr(owner, name, faulty)
 
     def is_bad_match(tokens):
         if hasattr(tokens, "keys"):
             return tokens is bad[0].match.prompt
         return np.shares_memory(np.asarray(tokens), bad[0].buffer)
 
-    wrap(engine.kv, "match", "match", is_bad_match)
-    wrap(Request, "extend", "extend", lambda request, *_: request is bad[0])
-    wrap(TextStream, "append", "text.append", lambda text, *_: text is bad[0].text)
+    def wrap(owner, method, is_bad):
+        work = getattr(owner, method)
 
-    def add(name, prompt, params):
-        engine.add_request(prompt, params, request_id=name, stream=True)
-        if name == "bad":
-            bad.extend(engine.outputs.unfinished[name])
+        def faulty(*args, **more):
+            if bad and is_bad(*args):
+                calls[method] += 1
+                if method == name and calls[method] > at:
+                    raise KeyError(f"fault in {method}")
+            return work(*args, **more)
 
-    return engine, add
+        patch.setattr(owner, method, faulty)
 
-
-def run_faulty(monkeypatch, faults):
     with monkeypatch.context() as patch:
-        engine, add = faulty_engine(patch, faults)
+        wrap(engine.kv, "match", is_bad_match)
+        wrap(drafter, "propose", lambda requests: bad[0] in requests)
+        wrap(Request, "extend", lambda request, *_: request is bad[0])
+        wrap(TextStream, "append", lambda text, *_: text is bad[0].text)
         params = SamplingParams(40, ignore_eos=True, stop="~~", temperature=0.5, seed=4)
-        for name, prompt in PROMPTS.items():
-            add(name, prompt, params)
+        for request_id, prompt in PROMPTS.items():
+            engine.add_request(prompt, params, request_id=request_id, stream=True)
+            if request_id == "bad":
+                bad.extend(engine.outputs.unfinished["bad"])
         outputs, texts = {}, Counter()
         while engine.has_work:
             report = engine.step()
@@ -239,19 +208,16 @@ def run_faulty(monkeypatch, faults):
             for delta in report.deltas:
                 texts[delta.request_id] = (texts[delta.request_id] or "") + delta.text
             engine.kv.check_invariants()
-        assert engine.kv.stats()["pages_in_use"] == 0 and not engine.outputs.siblings
-        return outputs, texts, engine.totals.num_preempted
+    assert engine.kv.stats()["pages_in_use"] == 0 and not engine.outputs.siblings
+    return outputs, texts, engine, calls
 
 
-@pytest.mark.parametrize("name", ["extend", "text.append", "match", "propose"])
+@pytest.mark.parametrize("name", ["extend", "append", "match", "propose"])
 def test_an_exception_at_any_call_for_one_request_ends_it_alone(name, monkeypatch):
-    none = Faults()
-    whole, whole_texts, num_preempted = run_faulty(monkeypatch, none)
-    assert num_preempted > 0 and whole["bad"].error is None
-    calls = none.calls[name]
-    assert calls > 0
-    for at in sorted({0, calls // 2, calls - 1}):
-        outputs, texts, _ = run_faulty(monkeypatch, Faults(name, at))
+    whole, whole_texts, engine, calls = run_faulty(monkeypatch)
+    assert engine.totals.num_preempted > 0 and whole["bad"].error is None and calls[name] > 0
+    for at in sorted({0, calls[name] // 2, calls[name] - 1}):
+        outputs, texts, _, _ = run_faulty(monkeypatch, name, at)
         bad = outputs.pop("bad")
         assert bad.finish_reason == "error" and isinstance(bad.error, RequestError)
         assert isinstance(bad.error.__cause__, KeyError)
@@ -282,40 +248,31 @@ def test_text_that_cannot_be_decoded_at_the_end_leaves_the_other_outputs(kind, m
     assert second.error is None and second.text == decode(second.token_ids)
 
 
-# One thread.
-
-
 @pytest.mark.parametrize("name", ["add_request", "abort", "step"])
-@pytest.mark.parametrize("where", ["within the step", "a second thread"])
-def test_calls_while_a_step_runs_are_refused(name, where):
+@pytest.mark.parametrize("thread", [False, True])
+def test_calls_while_a_step_runs_are_refused(name, thread):
+    """From within it, and from a second thread."""
     model = ToyModel()
     engine, forward, refused = Engine(model, config()), model.forward, []
     first = engine.add_request(PROMPTS["a"], SamplingParams(3, ignore_eos=True))
-    calls = {
-        "add_request": lambda: engine.add_request(PROMPTS["b"]),
-        "abort": lambda: engine.abort(first),
-        "step": engine.step,
-    }
+    argument = {"add_request": [PROMPTS["b"]], "abort": [first], "step": []}[name]
 
     def call():
-        with pytest.raises(
-            RuntimeError, match=f"^{name}: expected to be called between steps, got"
-        ):
-            calls[name]()
+        message = f"^{name}: expected to be called between steps, got"
+        with pytest.raises(RuntimeError, match=message):
+            getattr(engine, name)(*argument)
         refused.append(name)
 
     def calling(*args, **more):
-        if where == "within the step":
-            call()
+        if thread:
+            second = threading.Thread(target=call)
+            second.start()
+            second.join()
         else:
-            thread = threading.Thread(target=call)
-            thread.start()
-            thread.join()
+            call()
         return forward(*args, **more)
 
     model.forward = calling
     outputs = run(engine, {}, None)
     assert list(outputs) == [(first, 0)] and len(outputs[(first, 0)].token_ids) == 3
     assert refused == [name] * engine.totals.num_steps
-    engine.kv.check_invariants()
-    assert engine.kv.stats()["pages_in_use"] == 0

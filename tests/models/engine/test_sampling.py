@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.bench.common.bounds import bounding
 from quire.kvcore.device import Staging
@@ -19,6 +18,7 @@ from quire.models.engine.sampler import (
 from quire.models.engine.speculative import NGramDrafter
 from tests.models.engine.test_engine import DEVICE, Recorder, build, prompt
 from tests.support.helpers import assert_within_budget
+from tests.support.models.captured import Waits
 from tests.support.models.toy import finish
 
 CPU = Staging("cpu")
@@ -81,19 +81,6 @@ MIXED = (
 )
 
 
-class Reads(TorchDispatchMode):
-    """Counts operators that wait for a device."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
-        self.count += func.name().removeprefix("aten::").split(".")[0] in waits
-        return func(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("method", ["strict", "standard"])
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a device engines sample in Triton anyway")
 def test_the_sampler_in_triton_draws_the_same_and_reads_nothing(method):
@@ -114,18 +101,18 @@ def test_the_sampler_in_triton_draws_the_same_and_reads_nothing(method):
             with reads:
                 return sampler(*args)
 
-        reads, run.engine._sampler = Reads(), sample
+        reads, run.engine._sampler = Waits(), sample
         # Whatever is drawn has been there, so that the next one is guessed.
         ids = [run.add(list(range(3, 259)), 3, sampling=s) for s in MIXED]
         run.run()
         assert run.engine.totals.num_drafts > 0
-        return [(run.outputs[i].token_ids, run.outputs[i].logprobs) for i in ids], reads.count
+        return [(run.outputs[i].token_ids, run.outputs[i].logprobs) for i in ids], reads.found
 
-    plain, num_reads = outputs("torch")
+    plain, reads = outputs("torch")
     in_triton, none = outputs("triton")
     assert [ids for ids, _ in in_triton] == [ids for ids, _ in plain]
     assert [logprobs for _, logprobs in in_triton] == [logprobs for _, logprobs in plain]
-    assert num_reads > 0 and none == 0
+    assert reads and not none
 
 
 def test_logprobs_are_the_models_own():
