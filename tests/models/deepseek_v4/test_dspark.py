@@ -97,6 +97,9 @@ def test_drafts_equal_the_reference(model, length, chunk):
     expected, ids = DSparkReference(model)(torch.tensor(tokens))
     assert expected.std() > 0.5 and difference(drafter.logits[0][0], expected) < 1e-4
     assert drafts == ids
+    # Drafts see a whole window besides themselves.
+    windows = [g.sliding_window for g in run.engine.memory.groups if g.name.startswith("window")]
+    assert windows[-1] == CONFIG.sliding_window + 1 == windows[0] + 1
 
 
 def test_a_hit_and_a_preemption_bring_the_rows_along(model):

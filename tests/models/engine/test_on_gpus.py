@@ -181,6 +181,9 @@ def test_where_decode_goes_through_graphs(device, wanted, impl, made):
     else:
         sizes = sizes_to_capture(config, torch.device(device))
         assert sizes == ([1, 2, 4, 5] if made else [])
+        many = replace(config, max_num_seqs=100)
+        sizes = sizes_to_capture(many, torch.device(device))
+        assert sizes == ([1, 2, 4, *range(8, 65, 8), 96, 100] if made else [])
 
 
 class OnDevice(TorchDispatchMode):
