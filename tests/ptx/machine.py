@@ -90,7 +90,7 @@ class Machine:
         x, y, z = np.array(ctas).reshape(-1, 3).T
         self.owner = (1 + x + grid[0] * (y + grid[1] * z)).astype("i4")[self.cta]
         self.clocks = Clocks(len(ctas), threads // WARP)
-        self.shared = Shared(shared, program.grains["shared"], self.clocks)
+        self.shared = Shared(self, shared, program.grains["shared"])
         # Groups that a thread has committed: of cp.async, of bulk copies, of wgmma.
         self.groups = {kind: np.zeros(self.size, "i8") for kind in ("async", "bulk", "wgmma")}
         self.mbarriers: dict = {}  # first byte in shared memory -> `bulk.Mbarrier`
@@ -98,7 +98,7 @@ class Machine:
         self.stores: list = []  # from it under way: (thread, group, cells)
         self.asleep = False  # True if a thread waits for an mbarrier
         self.products: list = []  # wgmma under way, in order (`wgmma.Product`)
-        self.fences = 1  # 1 + the number of wgmma.fence so far
+        self.fences = 0  # wgmma.fence so far
         # Of each register the value of ``fences`` when it was last written.
         self.changed = [0] * len(program.kernel.widths)
         widths = program.kernel.widths
@@ -253,8 +253,10 @@ class Machine:
         self.asleep = False
 
     def _barrier(self, block: Block, mask: Mask) -> bool:
-        """bar.sync; returns whether all threads go on together."""
-        self.whole_warps(mask)
+        """bar.sync; returns whether all threads go on together.
+
+        The code of some threads of a warp may lie behind the barrier: the others wait for them.
+        """
         number, count = block.barrier
         if mask is None and count in (0, self.threads):
             self.clocks.join(np.ones(self.clocks.times.shape[:2], bool))
@@ -277,5 +279,9 @@ class Machine:
             full = here.any(1) & (arrived >= (count or self.threads))
             if full.any():
                 which = here & full[:, None]
-                self.clocks.join(which.reshape(len(waits), -1, WARP).any(2))
+                warps = which.reshape(len(waits), -1, WARP).any(2)
+                at = self.pc.reshape(*warps.shape, WARP)
+                if (at != at[..., :1]).any(2)[warps].any():
+                    raise Fault("a barrier that only some threads of a warp run")
+                self.clocks.join(warps)
                 waits[which] = 0

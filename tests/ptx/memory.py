@@ -207,20 +207,25 @@ class Shared:
     """Shared memory of some CTAs, one after the other.
 
     Args:
+        machine: the `Machine` that runs them.
         size: bytes of a CTA.
         grain: bytes of the smallest access of the kernel, the unit of all checks.
     """
 
-    def __init__(self, size: int, grain: int, clocks: Clocks):
+    # Whether wgmma may read what cp.async wrote only after a fence.proxy.async.
+    copies_need_fence = True
+
+    def __init__(self, machine, size: int, grain: int):
         self.size, self.stride = size, -(-size // 1024) * 1024
-        self.clocks = clocks
-        ctas, self.warps, _ = clocks.times.shape
+        self.machine, self.clocks = machine, machine.clocks
+        ctas, self.warps, _ = self.clocks.times.shape
         self.data = np.full(ctas * self.stride // 2 + 8, POISON[2], "u2").view("u1")
         self.shift = grain.bit_length() - 1
         cells = ctas * self.stride >> self.shift
         self.written = np.zeros(cells, bool)
         self.in_flight = np.zeros(cells, "u1")
         self.wrote = np.zeros(cells, "i8")  # 64 * time + warp
+        self.writer = np.zeros(cells, "i4")  # the instruction
         self.read = np.zeros((cells, self.warps + 1), "i8")
         self.added = np.zeros(cells, bool)  # the last write was an atomic one
         self.copies: list[Copy] = []
@@ -246,8 +251,6 @@ class Shared:
             raise Fault("reads shared memory that a copy is on its way to")
         if not self.written[cells].all():
             raise Fault("reads shared memory that was never written")
-        if self.warps == 1:
-            return
         known = self.clocks.times[cta, warp]
         self.ordered(self.wrote[cells], known, "reads what", "wrote")
         self.read[cells, warp[:, None]] = known[np.arange(len(warp)), warp][:, None]
@@ -255,18 +258,17 @@ class Shared:
     def check_write(self, cells, cta, warp, *, same=False, atomic=False) -> None:
         """Note a write. same: [lanes, n] or False, cells that hold the new value already.
 
-        Layouts that hold a value several times store it several times; such stores are no race, and
-        two atomic operations are none.
+        Layouts that hold a value several times store it several times: such stores of one instruction
+        are no race, and two atomic operations are none.
         """
         if self.in_flight[cells].any():
             raise Fault("writes shared memory that a copy is on its way to")
         if self.busy[cells].any():
             raise Fault("writes shared memory that a wgmma or a bulk copy under way reads")
         self.unfenced[cells] = True
-        if self.warps == 1:
-            return
         known = self.clocks.times[cta, warp]
         mine = (known[np.arange(len(warp)), warp] * 64 + warp)[:, None]
+        same = same & (self.writer[cells] == self.machine.at)
         apart = np.where(same | (self.added[cells] & atomic), 0, self.wrote[cells])
         self.ordered(apart, known, "writes what", "wrote")
         late = self.read[cells] > known[:, None, :]
@@ -274,6 +276,7 @@ class Shared:
             reader = np.nonzero(late)[2][0]
             raise Fault(f"race: writes what warp {reader} read since the last barrier")
         self.wrote[cells], self.added[cells] = mine, atomic
+        self.writer[cells] = self.machine.at
 
     def check_atomic(self, cells, cta, warp) -> None:
         if not self.written[cells].all():
@@ -289,10 +292,8 @@ class Shared:
         """Store bytes [lanes, size], with all checks."""
         cells = self.cells(start, data.shape[1])
         at = start[:, None] + np.arange(data.shape[1])
-        same = False
-        if self.warps > 1:
-            bytes_same = self.data[at] == data
-            same = bytes_same.reshape(*cells.shape, -1).all(-1) & self.written[cells]
+        bytes_same = self.data[at] == data
+        same = bytes_same.reshape(*cells.shape, -1).all(-1) & self.written[cells]
         self.check_write(cells, cta, warp, same=same)
         self.data[at] = data
         self.written[cells] = True
@@ -321,6 +322,8 @@ class Shared:
                 left.append(copy.select(~done))
             if done.any():
                 copy = copy.select(done)
-                self.in_flight[self.cells(copy.start, copy.data.shape[1])] = 0
+                cells = self.cells(copy.start, copy.data.shape[1])
+                self.in_flight[cells] = 0
                 self.put(copy.start, copy.data, cta[copy.lanes], warp[copy.lanes])
+                self.unfenced[cells] = self.copies_need_fence
         self.copies = left

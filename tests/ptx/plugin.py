@@ -12,6 +12,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ptx")
     group.addoption("--ptx", default="sm_80", choices=["sm_80", "sm_90"], help="architecture")
     group.addoption("--ptx-orders", type=int, default=1, help="random orders of CTAs a launch")
+    no_fence = "ask for no fence.proxy.async between cp.async and wgmma"
+    group.addoption("--ptx-unfenced-copies", action="store_true", help=no_fence)
     group.addoption("--ptx-part", default="1/1", help="K/N: the K-th of N parts of the tests")
 
 
@@ -29,7 +31,7 @@ def ptx_device(request: pytest.FixtureRequest):
     """The emulated device of the session."""
     from quire.kernels.common import arch, checks, launching
 
-    from . import device
+    from . import device, memory
 
     name = request.config.getoption("--ptx")
     with pytest.MonkeyPatch.context() as patch, device.emulated(name) as made:
@@ -37,6 +39,8 @@ def ptx_device(request: pytest.FixtureRequest):
         patch.setattr(launching, "INTERPRETER_ARCH", arch.named(name))
         expect = checks.expect_impl
         patch.setattr(checks, "expect_impl", lambda impl, device_type: expect(impl, "cuda"))
+        unfenced = request.config.getoption("--ptx-unfenced-copies")
+        patch.setattr(memory.Shared, "copies_need_fence", not unfenced)
         made.orders = request.config.getoption("--ptx-orders")
         request.config.ptx_device = made
         yield made

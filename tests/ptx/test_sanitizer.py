@@ -21,7 +21,10 @@ COPY = """cp.async.ca.shared.global [o], [g], 4; cp.async.commit_group; cp.async
 OWN = "mad.wide.u32 g, c, 128, g; st.global.b32 [g], t; ld.global.b32 x, [g];"
 BACK = "xor.b32 o, o, 128; st.shared.b32 [o], x;"
 NAMED = "setp.lt.u32 p, t, 32; @!p bra END; bar.sync 1, 32; END:"
-RIGHT = [EXCHANGE, COPY, OWN, NAMED, EXCHANGE + "bar.sync 0;" + BACK]
+TWICE = "st.shared.b32 [0], 7; setp.lt.u32 p, t, 32; bar.sync 0; @p st.shared.b32 [0], 7;"
+BEHIND = """setp.lt.u32 p, t, 8; @p bra MORE; HERE: bar.sync 0; ret;
+    MORE: mov.u32 x, 0; bra HERE;"""
+RIGHT = [EXCHANGE, COPY, OWN, NAMED, TWICE, BEHIND, EXCHANGE + "bar.sync 0;" + BACK]
 WRONG = [
     (EXCHANGE, "bar.sync 0;", "", "race: reads what warp"),
     (EXCHANGE + BACK, "", "", "race: writes what warp . read"),
@@ -29,16 +32,17 @@ WRONG = [
     (EXCHANGE, "[o], t", "[o+1020], t", "outside of 1024 bytes"),
     (EXCHANGE, "[o], t", "[o+2], t", "no multiple of 4"),
     (EXCHANGE, "[o], t;", "[0], t;", "different values to the same bytes"),
-    (COPY, "cp.async.wait_group 0;", "", "a copy is on its way"),
+    (TWICE, "bar.sync 0;", "", "race: writes what warp 1 wrote"),
     (COPY, "wait_group 0", "wait_group 1", "a copy is on its way"),
     (COPY, "cp.async.wait_group 0;\n    ld.shared.b32 x, [o];", "", "not waited for"),
     (COPY, "cp.async.wait", "setp.lt.u32 p, t, 8; @p cp.async.wait", "a copy is on its way"),
     (COPY, "[g], 4", "[g+1024], 4", "in no tensor"),
-    (OWN, "[g], t", "[g+2], t", "no multiple of 4"),
     (OWN, "x, [g]", "x, [g+2]", "no multiple of 4"),
     (OWN, "mad.wide.u32 g, c, 128, g;", "", "two CTAs write|what CTA . wrote"),
     (OWN, "x, [g]", "x, [q]", "race in global memory: (reads|writes) what CTA"),
     (NAMED, "1, 32", "1, 64", "deadlock"),
+    (BEHIND, "bra HERE", "bar.sync 0", "only some threads of a warp"),
+    (BEHIND, "bra HERE", "ret", "only some threads of a warp"),
     ("shfl.sync.bfly.b32 x, t, 1, 31, -1;", "shfl", "setp.lt.u32 p, t, 3; @p shfl", "some threads of a warp"),
 ]  # fmt: skip
 

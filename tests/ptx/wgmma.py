@@ -141,12 +141,12 @@ def _mma_async(c, op: Instruction) -> Step | None:
             keep = m.spread(scale_d(m))[lanes]
             if keep.any() != keep.all():
                 raise Fault("threads of a warpgroup scale the accumulator in different ways")
-            start = None
+            start, first = None, (g, targets) not in started
+            if first and max(m.changed[t] for t in targets) >= m.fences:
+                raise Fault("wgmma accumulates in registers written without a wgmma.fence since")
             if not keep.all():
                 start = np.zeros((len(targets), GROUP), "f4")
-            elif (g, targets) not in started:
-                if max(m.changed[t] for t in targets) >= m.fences:
-                    raise Fault("wgmma adds to registers written without a wgmma.fence since")
+            elif first:
                 start = np.stack([m.spread(m.registers[t])[lanes].view("f4") for t in targets])
             if any(in_flight.get((g, t), targets) != targets for t in targets):
                 raise Fault("wgmma writes registers of another one under way")
