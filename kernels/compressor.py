@@ -129,7 +129,7 @@ def compress(
                 ratio=ratio, ring=ring, block_size=pages.storage_block_size,
                 INDEX_KEYS=isinstance(pages, IndexPages), OVERLAP=overlap, DIM=dim,
                 ROPE_DIM=cos_sin.shape[1], BLOCK_TOKENS=BLOCK_TOKENS,
-                BLOCK_SEQS=BLOCK_SEQS, num_warps=8,
+                BLOCK_SEQS=BLOCK_SEQS, num_warps=8, **launching.EQUAL_SUMS,
             )  # fmt: skip
 
 

@@ -17,6 +17,9 @@ from .arch import Arch, named
 
 # Triton 3.10 will not fuse multiplications and additions unless told to, and 3.9 warns of that.
 OPTIONS = {"enable_fp_fusion": True}
+# For kernels that sum products over lanes. Where two lanes each add the other's product to their own,
+# fused, the sums differ in the last bit, and both lanes store theirs to the same shared memory.
+EQUAL_SUMS = {"enable_fp_fusion": False}
 
 
 def launch(kernel: JITFunction, grid: tuple[int, ...], /, **arguments: Any) -> None:
@@ -25,10 +28,10 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], /, **arguments: Any) -> N
     if min(grid) <= 0:
         return
     if torch.version.hip is None:
-        kernel[grid](**arguments, **OPTIONS)
+        kernel[grid](**OPTIONS | arguments)
         return
     with without_buffer_operations():
-        kernel[grid](**arguments, **OPTIONS)
+        kernel[grid](**OPTIONS | arguments)
 
 
 @contextmanager

@@ -169,7 +169,7 @@ def merge_splits(
         sliding_window=call.sliding_window, ratio=ratio, most_entries=most_entries,
         num_heads=num_heads, NEW_KV=new_kv, BLOCK_Q=block_q, HEAD_DIM=dim,
         ROPE_DIM=0 if cos_sin is None else cos_sin.shape[1], EMPTY_LSE=empty_lse,
-        BLOCK_PARTS=_block_parts(plan.target_splits, dim), num_warps=4,
+        BLOCK_PARTS=_block_parts(plan.target_splits, dim), num_warps=4, **launching.EQUAL_SUMS,
         **arch.register_limit(MERGE_REGISTERS),
     )  # fmt: skip
 
@@ -190,7 +190,7 @@ def merge_dense(
             partial_lse=strided.Pages(partial_lse, partial_lse.stride(0), 1, partial_lse.stride(1)),
             sinks=sinks, out=strided.rows(out), lse=strided.lse_rows(lse), num_parts=num_parts,
             num_heads=num_heads, HEAD_DIM=head_dim, BLOCK_PARTS=_block_parts(num_parts, head_dim),
-            num_warps=4,
+            num_warps=4, **launching.EQUAL_SUMS,
         )  # fmt: skip
     return out
 

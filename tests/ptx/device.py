@@ -91,14 +91,10 @@ class Device:
 
     def _by_address(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors that an int64 tensor among the arguments holds the addresses of."""
-        found = []
-        for table in tensors:
-            if table.dtype == torch.int64 and self.named:
-                for address in table.flatten().tolist():
-                    tensor = self.named.get(address, lambda: None)()
-                    if tensor is not None:
-                        found.append(tensor)
-        return found
+        tables = (t for t in tensors if t.dtype == torch.int64 and self.named)
+        addresses = (address for table in tables for address in table.flatten().tolist())
+        found = (self.named[address]() for address in addresses if address in self.named)
+        return [tensor for tensor in found if tensor is not None]
 
 
 def _pack(program: Program, params: list[tuple[str, Any]]) -> bytes:

@@ -253,10 +253,7 @@ class Machine:
         self.asleep = False
 
     def _barrier(self, block: Block, mask: Mask) -> bool:
-        """bar.sync; returns whether all threads go on together.
-
-        The code of some threads of a warp may lie behind the barrier: the others wait for them.
-        """
+        """bar.sync, where threads of a warp wait for the rest; returns whether all go on together."""
         number, count = block.barrier
         if mask is None and count in (0, self.threads):
             self.clocks.join(np.ones(self.clocks.times.shape[:2], bool))

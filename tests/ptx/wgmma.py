@@ -247,8 +247,4 @@ def _fence(c, op: Instruction) -> Step:
     return step
 
 
-def _setmaxnreg(c, op: Instruction) -> Step:
-    return _warpgroups  # registers are no resource here
-
-
-HANDLERS = {"wgmma": _wgmma, "fence": _fence, "setmaxnreg": _setmaxnreg}
+HANDLERS = {"wgmma": _wgmma, "fence": _fence, "setmaxnreg": lambda c, op: _warpgroups}
