@@ -1,15 +1,20 @@
-"""Paged attention for full, sliding-window and latent layers, and what layers have around it:
-public names, loaded on first use.
+"""Paged attention for full, sliding-window and latent layers, and the operators around it.
 
-Importing this package imports neither torch nor Triton. An operator is a file, or a folder whose
-``api`` has the public functions: they check once, choose the implementation by name, and never fall
-back to another. ``common`` holds what several share. docs/extend.md says how to add one.
+Public names are loaded on first use: importing this package imports neither torch nor Triton. An
+operator is a file, or a folder whose ``api`` has the public functions. For all of them:
+
+- The last stride of a tensor is 1 where nothing else is said; other strides are free.
+- Tensors to fill share no memory with other arguments, and have no gradient.
+- ``impl`` is "triton" (default for CUDA tensors) or "torch" (default for CPU tensors). No operator
+  falls back to the other.
+- A shape, dtype, stride, device or host value that is not as stated raises ValueError, and so does
+  an id, a length or another value in a CPU tensor. Values in device memory are not checked.
 """
 
 from importlib import import_module
 from typing import Any
 
-# Where each public name is defined. A new operator is one line.
+# A new operator is one line (docs/extend.md).
 _HOME = {
     "IndexPages": "common.latent_pages",
     "LatentPages": "common.latent_pages",

@@ -79,16 +79,12 @@ def compress(
         ratio: tokens of a window, 1..2**30.
         overlap: True = an entry also pools the window before its own.
         norm_weight: [dim] bf16, fp16 or fp32.
-        eps: added to the mean square, in 2**-100 .. 2**30.
-        cos_sin: [max_position, rope_dim] fp32 as in ``write_latent``.
+        eps, cos_sin: as in ``write_latent``.
         pages: destination: LatentPages, or IndexPages for the keys of the indexer.
         slot_mapping: [num_tokens] int64, page * storage_block_size + row for the entry that a token
             closes; -1 = no entry. Slots of other tokens are not read.
         max_seqlen_q: host int, at least the new tokens of the longest sequence.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
-
-    Raises:
-        ValueError: an argument is not as above; a value of CPU tensors is out of range.
+        impl: see ``quire.kernels``, also for errors.
 
     Source: DeepSeek-V4, compressed sparse and heavily compressed attention.
     """

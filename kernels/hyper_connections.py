@@ -60,14 +60,13 @@ def collapse_streams(
         eps: added to pre, to the softmax and to Sinkhorn's divisors, in the same range.
         iterations: normalizations of columns (over j), >= 1, with one of rows (over k) between
             consecutive two.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+        impl: see ``quire.kernels``, also for errors.
 
     Returns:
         (out [num_tokens, hidden_size] in the dtype of streams, post [num_tokens, n] fp32, comb
         [num_tokens, n, n] fp32). post and comb are None where fn has n rows.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above.
         NotImplementedError: Triton with more than 8 streams or 16384 channels.
 
     Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
@@ -136,16 +135,13 @@ def expand_streams(
         post, comb: [num_tokens, n] and [num_tokens, n, n] fp32, from ``collapse_streams``.
         rows: [num_tokens * k, hidden_size] in the same dtype, contiguous, from ``expert_mlp``.
         weights: [num_tokens, k] fp32, contiguous, from ``route_tokens``; given with rows.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+        impl: see ``quire.kernels``, also for errors.
 
     Returns:
         [num_tokens, n, hidden_size], new memory.
 
     Raises:
-        ValueError: a shape, dtype, stride or device is not as above.
         NotImplementedError: Triton with more than 8 streams or 16384 channels.
-
-    Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
     """
     chosen = checks.implementation(impl, streams)
     checks.check_once(_check_expand, streams, y, post, comb, rows, weights, chosen)
@@ -202,7 +198,6 @@ def _check_expand(streams, y, post, comb, rows, weights, chosen) -> None:
 
 
 def _checked_shape(streams: torch.Tensor, impl: str) -> tuple[int, int, int]:
-    """Require streams that an implementation supports; returns (num_tokens, n, hidden_size)."""
     checks.expect_tensor("streams", streams, (None, None, None), checks.MODEL_DTYPES)
     num_tokens, n, hidden_size = streams.shape
     for name, size, most in (("n", n, MAX_STREAMS), ("hidden_size", hidden_size, MAX_HIDDEN)):

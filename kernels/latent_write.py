@@ -56,13 +56,12 @@ def write_latent(
         eps: added to the mean square, in 2**-100 .. 2**30.
         out: [num_rows, head_dim] x's dtype, filled in place with the rows as a reader of the page
             sees them, rows of slot -1 too; it may be x. None = not wanted.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+        impl: see ``quire.kernels``, also for errors.
 
     Returns:
         ``out``.
 
     Raises:
-        ValueError: an argument is not as above; a slot or position of CPU tensors is out of range.
         NotImplementedError: head_dim is not a power of two in 16..512.
 
     Source: DeepSeek-V4, kv_norm and RoPE of the latent.

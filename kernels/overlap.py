@@ -46,11 +46,7 @@ def copy_overlap(
         state_rows: [num_seqs, ratio] int64, the rows of that state.
         tokens: [num_saved] int64, rows of kv; the ``ratio`` rows of a page one after another.
         to_pages: [num_saved] int64; 0 = do not save the row.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
-
-    Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above; on a CPU, a page,
-            state, row or token out of range.
+        impl: see ``quire.kernels``, also for errors.
 
     Source: DeepSeek-V4, compressed sparse attention: entries that overlap the window before.
     """

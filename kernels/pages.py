@@ -61,11 +61,9 @@ def write_kv(
         k_scale, v_scale: scales of e4m3 pages, both of one kind; None with other pages. Read: a
             number in 2**-30 .. 2**30, or fp32 [] or [1], of all rows. Written: fp32 [num_pages,
             block_size, num_kv_heads], any strides, one of each row.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+        impl: see ``quire.kernels``, also for errors.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above; with torch and on
-            a CPU, a slot out of range.
         NotImplementedError: with Triton, head_dim is not a power of two in 16..512.
 
     Source: PagedAttention (arXiv 2309.06180) 4.3.
@@ -206,8 +204,6 @@ class PoolPages:
     Attributes:
         addresses: [num_tensors] int64, addresses of the tensors, on their device.
 
-    Raises:
-        ValueError: invalid ``tensors``.
     """
 
     tensors: Sequence[Tensor]
@@ -272,13 +268,8 @@ def gather_pages(
         buffer: [num_rows, pages.num_bytes] uint8; last stride 1, address and row stride multiples
             of 16; on the device of the pages, or in pinned host memory.
         rows: [num_copies] int64 in [0, num_rows), distinct.
-        impl: "triton" (default for CUDA tensors): one launch; ids on the device of the pages.
-            "torch" (default for CPU tensors): one copy per page and tensor. On a GPU its copy
-            engines run them; the host waits only for ids on the GPU.
-
-    Raises:
-        ValueError: invalid shape, dtype, stride, alignment or device; with torch and on a CPU, an
-            id or a row out of range.
+        impl: "triton" is one launch; ids are on the device of the pages. "torch" is one copy per page
+            and tensor, on a GPU by its copy engines; the host waits only for ids on the GPU.
 
     Source: vLLM 0.33 ``v1/kv_offload`` and SGLang ``sgl-kernel`` transfers for the two ways.
     """
@@ -295,15 +286,7 @@ def scatter_pages(
 ) -> None:
     """Copy rows of a buffer to pages of a pool: the reverse of ``gather_pages``.
 
-    Args:
-        pages, buffer, impl: as in ``gather_pages``.
-        page_ids: [num_copies] int64 in [0, pages.num_pages), distinct.
-        rows: [num_copies] int64 in [0, num_rows).
-
-    Raises:
-        ValueError: as in ``gather_pages``.
-
-    Source: as in ``gather_pages``.
+    The arguments are those of ``gather_pages``, but ``page_ids`` are distinct, and ``rows`` need not be.
     """
     _copy(pages, page_ids, buffer, rows, impl, gather=False)
 
@@ -345,7 +328,6 @@ def _copy(pages, page_ids, buffer, rows, impl, *, gather: bool) -> None:
 
 
 def _expect_alignment(name: str, tensor: Tensor) -> None:
-    """Require rows that begin and end at multiples of `ALIGNMENT` bytes; ValueError otherwise."""
     for what, number in (
         ("rows whose size", tensor.shape[1]),
         ("rows whose stride", tensor.stride(0)),

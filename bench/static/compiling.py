@@ -49,7 +49,7 @@ def distinct(
         archs: architectures of all cases.
         only: text in the names of the cases.
         samples: architectures of the samples alone.
-        tiles: architectures of one launch for each kernel, dtype, head_dim and tile shape.
+        tiles: architectures of one launch for each kernel, phase, dtype, row and tile shape.
     """
     work: list[tuple[str, str, int]] = []
     seen: set[tuple[Any, ...]] = set()
@@ -62,8 +62,9 @@ def distinct(
             for index, launch in enumerate(record(case.call, named(arch))):
                 keys = {(arch, launch.name, repr(specialise(launch, named(arch))))}
                 if arch in tiles:
-                    head_dim = launch.values.get("HEAD_DIM")
-                    keys.add((arch, launch.name, case.dtype, head_dim, config(launch)))
+                    named_values = ("HEAD_DIM", "SCORE_DIM", "DECODE")
+                    shape = [launch.values.get(name) for name in named_values]
+                    keys.add((arch, launch.name, case.dtype, *shape, config(launch)))
                 if not keys & seen:
                     work.append((name, arch, index))
                 seen |= keys

@@ -3,9 +3,6 @@
 A *page* holds ``block_size`` token rows of one layer. ``block_table[s, b % width]`` is the page of
 block b of sequence s: a ring table (window layers) reuses its entries. Without a window the table is
 linear, and its last entry stands for all later blocks. A sequence has fewer than 2**30 tokens.
-
-Values in device memory are not checked; on a CPU and with ``impl="torch"`` they are. Outputs must
-share no memory with other arguments, and have no gradient.
 """
 
 from __future__ import annotations
@@ -96,13 +93,11 @@ def paged_attention(
     never read. Their table entries may hold anything too.
 
     Args:
-        q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, sequence after sequence. (The last
-            stride of every tensor is 1 where nothing else is said; other strides are free.)
+        q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, sequence after sequence.
         k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] q's dtype or
             torch.float8_e4m3fn; may be two views of one pool. num_heads is a multiple of
             num_kv_heads.
-        block_table: [num_seqs, width] int32, physical page ids. A table that is too short is no
-            error: its last page is read for all later blocks.
+        block_table: [num_seqs, width] int32, physical page ids.
         seq_lens: [num_seqs] int32, keys of each sequence including this step's, so at least its new
             tokens; 0: padding, whose queries see no key.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens, from 0 to num_tokens.
@@ -129,15 +124,12 @@ def paged_attention(
             logits, without the sink.
         workspace: [n] fp32, n >= ``workspace_numel(...)``, scratch of the KV splits; None allocates.
             Calls that may run at the same time need different ones.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+        impl: see ``quire.kernels``, also for errors.
 
     Returns:
         ``out``. A query that sees no key gets out 0 and lse -inf.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above, or num_seqs *
-            max_seqlen_q < num_tokens on the decode path; on a CPU and with torch, a page id, a
-            length or prefix sums out of range, or a table too short for its window.
         NotImplementedError: with Triton, head_dim is not a power of two in 16..512.
 
     Source: PagedAttention (arXiv 2309.06180); FlashAttention-2 (arXiv 2307.08691) for the online
@@ -184,13 +176,7 @@ def sliding_window_attention(
 
     Args:
         sliding_window: tokens that a query sees, its own included; >= 1. From 2**30 on all.
-        Others: as in ``paged_attention``.
-
-    Returns:
-        ``out`` [num_tokens, num_heads, head_dim].
-
-    Raises:
-        ValueError, NotImplementedError: as in ``paged_attention``.
+        Others, returns and raises: as in ``paged_attention``.
 
     Source: Longformer (arXiv 2004.05150) 3.1; Gemma 3 report (arXiv 2503.19786) 2 for local layers.
     """
@@ -238,7 +224,6 @@ def merge_partials(
         ``out``; where no part has a key, out is 0 and lse -inf.
 
     Raises:
-        ValueError: a shape, dtype, stride or device is not as above.
         NotImplementedError: head_dim is not a power of two in 16..512.
 
     Source: FlashInfer (arXiv 2501.01005) 2.2, attention states and their merge; gpt-oss for sinks.
@@ -274,20 +259,16 @@ def workspace_numel(
 ) -> int:
     """Elements (fp32) of ``workspace`` for any batch of at most ``num_decodes`` decode sequences.
 
+    It holds a row of head_dim + 1 values for each KV split, token and head.
+
     Args:
         num_decodes: most sequences on the decode path.
         max_seqlen_q: as in the attention call; 1 for batches that also hold prefill sequences.
         num_heads, num_kv_heads, head_dim: sizes of the layer.
         num_sms: ``torch.cuda.get_device_properties(device).multi_processor_count``.
 
-    Returns:
-        Elements: a row of head_dim + 1 values for each KV split, token and head, whatever the
-        lengths.
-
     Raises:
         ValueError: a value is not a positive int, or num_heads is not a multiple of num_kv_heads.
-
-    Source: FlashDecoding (split-KV).
     """
     sizes = {
         "num_decodes": num_decodes,
@@ -322,11 +303,7 @@ def _check_and_attend(call: AttentionCall, impl: str | None) -> torch.Tensor:
 
 
 def check_attention(call: AttentionCall) -> None:
-    """Check all of a call but values in memory.
-
-    Raises:
-        ValueError: as in ``paged_attention``.
-    """
+    """Check all of a call but values in memory."""
     q, k, v = call.q, call.k, call.v
     expect_tensor("q", q, (None, None, None), MODEL_DTYPES)
     (num_tokens, num_heads, head_dim), device = q.shape, q.device

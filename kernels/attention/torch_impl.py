@@ -93,10 +93,7 @@ def _reads(
     block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_tokens: int,
     num_pages: int, block_size: int, window: int | None, paged_context: bool, context_only: bool,
 ) -> list[Batch]:  # fmt: skip
-    """Read and check lengths and page ids.
-
-    ValueError as in ``paged_attention``.
-    """
+    """Read and check lengths and page ids."""
     lengths, bounds = read_batch(seq_lens, cu_seqlens_q, num_tokens)
     q_lens = [last - first for first, last in pairwise(bounds)]
     width = block_table.shape[1]
@@ -196,7 +193,7 @@ def merge_partials(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Merge partial results by their lse; shapes as in ``quire.kernels.merge_partials``."""
+    """Shapes as in ``quire.kernels.merge_partials``."""
     if lse is not None:
         lse.copy_(torch.logsumexp(partial_lse, 0))
     logits = partial_lse

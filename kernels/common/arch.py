@@ -15,8 +15,6 @@ Tiles = Literal["hopper", "blackwell", "medium", "small", "cdna3", "cdna4"]
 
 @dataclass(frozen=True)
 class Arch:
-    """An architecture."""
-
     name: str  # as compilers call it: "sm_90", "gfx942"
     maker: Literal["nvidia", "amd"]
     tiles: Tiles  # GPUs of one class share the entries of a table of tile shapes
@@ -52,12 +50,8 @@ _CDNA4 = Arch("gfx950", "amd", "cdna4", 160 << 10, lanes=64, widens_e4m3=True)
 
 @cache
 def named(name: str) -> Arch:
-    """The architecture of a name such as "sm_90" or "gfx942:sramecc+:xnack-".
-
-    Raises:
-        ValueError: that is no name of an architecture.
-        NotImplementedError: an AMD GPU without the matrix instructions that the kernels need.
-    """
+    """The architecture of a name such as "sm_90" or "gfx942:sramecc+:xnack-"; NotImplementedError for
+    an AMD GPU without the matrix instructions that the kernels need."""
     short = name.split(":")[0]
     if match := re.fullmatch(r"sm_(\d+)(\d)", short):
         return _nvidia(short, int(match[1]), int(match[2]))

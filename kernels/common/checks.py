@@ -92,8 +92,7 @@ def expect_tensor(
     device: torch.device | None = None,
     any_stride: bool = False,
 ) -> None:
-    """Require a tensor of one of some dtypes and a shape (None or a name: any size), with stride 1 in the
-    last dimension unless ``any_stride``, on a device (None: any)."""
+    """Require a tensor; shape: None or a name stands for any size."""
     accepted = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     right = isinstance(tensor, torch.Tensor) and tensor.dtype in accepted
     right = right and len(shape) == tensor.dim()
@@ -112,7 +111,6 @@ def expect_tensor(
 
 
 def expect_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Require a tensor on a device."""
     if tensor.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
 
@@ -133,7 +131,6 @@ def expect_positive(name: str, value: Any, *, least: int = -30, most: int = 30) 
 
 
 def expect_number(name: str, value: Any) -> None:
-    """Require a finite host number."""
     if not _is_finite(value):
         raise ValueError(f"{name}: expected a finite number, got {value!r}")
 
@@ -228,7 +225,6 @@ def check_outputs(
     workspace: Any = None,
     sinks_name: str = "sinks",
 ) -> None:
-    """Require optional ``sinks``, ``lse`` and ``workspace`` as attention takes them."""
     if sinks is not None:
         expect_tensor(sinks_name, sinks, (num_heads,), torch.float32, device=device)
     if lse is not None:
@@ -248,7 +244,6 @@ def expect_batch(seq_lens: Any, cu_seqlens_q: Any, max_seqlen_q: Any, device: to
 
 
 def expect_longest(num_tokens: int, num_seqs: int, max_seqlen_q: int) -> None:
-    """Require a max_seqlen_q by which the sequences can hold all tokens."""
     if num_seqs * max_seqlen_q < num_tokens:
         raise ValueError(
             f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens,"
@@ -259,7 +254,6 @@ def expect_longest(num_tokens: int, num_seqs: int, max_seqlen_q: int) -> None:
 def expect_decodes(
     num_tokens: int, num_seqs: int, max_seqlen_q: int, max_seq_len: Any, num_decodes: Any
 ) -> None:
-    """Require ``max_seq_len`` and ``num_decodes`` as in ``quire.kernels.paged_attention``."""
     if max_seq_len is not None:
         expect_int("max_seq_len", max_seq_len, 0)
     num_decodes = decodes_of(num_decodes, num_seqs, max_seqlen_q)
@@ -269,7 +263,6 @@ def expect_decodes(
 
 
 def decodes_of(num_decodes: int | None, num_seqs: int, max_seqlen_q: int) -> int:
-    """The given ``num_decodes``, or the default: all sequences if none has two new tokens."""
     if num_decodes is None:
         return num_seqs if max_seqlen_q <= 1 else 0
     return num_decodes
@@ -305,7 +298,6 @@ def complete(call: Any, check: Callable[[Any], None], impl: str | None) -> str:
 
 
 def expect_head_dim(name: str, head_dim: int) -> None:
-    """Require a head dimension of the Triton kernels; NotImplementedError otherwise."""
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"{name}: head_dim {head_dim} is not one of {list(HEAD_DIMS)}")
 
@@ -345,8 +337,6 @@ def check_scales(
     v_scale: float | torch.Tensor | None,
     k_pages: torch.Tensor,
 ) -> None:
-    """Require scales of one kind for e4m3 pages, as in ``quire.kernels.write_kv``, and none for
-    others."""
     rows = tuple(k_pages.shape[:3])
     expected = f"a number, float32 [] or float32 {list(rows)} with float8_e4m3fn pages"
     if k_pages.dtype != E4M3:
@@ -383,7 +373,7 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """True for CPU tensors, whose values are checked."""
+    """True for tensors whose values are checked."""
     return tensor.is_cpu
 
 

@@ -35,16 +35,10 @@ def scale_values(scale: Tensor) -> Tensor:
 
 
 def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """e4m3 values times their scales, in fp32, rounded once.
+    """e4m3 values [..., out_size, in_size] times their scales, in fp32, rounded once to ``dtype``.
 
-    Args:
-        weight: [..., out_size, in_size] fp8.
-        scale: floating point or E8M0: one number; or the weight's leading axes or all, each of size
-            1, full, or one for each block (a power of two long, the last one may be cut off).
-        dtype: of the result.
-
-    Returns:
-        [..., out_size, in_size] of ``dtype``.
+    scale: floating point or E8M0: one number; or the weight's leading axes or all, each of size 1,
+    full, or one for each block (a power of two long, the last one may be cut off).
     """
     scale = scale_values(scale)
     if scale.numel() > 1:
@@ -63,26 +57,15 @@ def block_size(size: int, num_blocks: int) -> int:
 
 
 def dequantize_fp4(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """e2m1 values times the scale of their group.
-
-    Args:
-        weight: [..., out_size, in_size / 2] int8 or uint8.
-        scale: [..., out_size, in_size / 32] E8M0.
-        dtype: of the result; bf16 holds every value exactly whose exponent it holds.
-
-    Returns:
-        [..., out_size, in_size] of ``dtype``.
-    """
+    """e2m1 values [..., out_size, in_size / 2] int8 or uint8 times E8M0 scales [..., out_size,
+    in_size / 32]: [..., out_size, in_size] of ``dtype``; bf16 holds each if it holds the exponent."""
     blocks = weight.view(torch.uint8).unflatten(-1, (-1, FP4_GROUP // 2))
     return dequantize_mxfp4(blocks, scale.view(torch.uint8)).to(dtype)
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """e2m1 values [..., num_blocks, 16] uint8 times E8M0 scales [..., num_blocks] uint8, exactly.
-
-    Returns:
-        [..., num_blocks * 32] fp32.
-    """
+    """e2m1 values [..., num_blocks, 16] uint8 times E8M0 scales [..., num_blocks] uint8, exactly:
+    [..., num_blocks * 32] fp32."""
     rows = _e2m1_pairs(blocks.device).index_select(0, blocks.flatten().int())
     rows = rows.view(*blocks.shape[:-1], FP4_GROUP)
     return rows.mul_(scale_values(scales)[..., None]).flatten(-2)

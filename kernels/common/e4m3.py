@@ -22,10 +22,7 @@ def quantize(
     """Quantize rows [..., head_dim] bf16, fp16 or fp32.
 
     Without NaN or saturation |x' - x| <= max(2^-4 |x|, 2^-10 scale), and a rounding of 2^-23 |x|.
-
-    Args:
-        rows: rows to quantize.
-        scale: of all rows, a number or fp32 [] or [1]; None gives each row its own.
+    scale: of all rows, a number or fp32 [] or [1]; None gives each row its own.
 
     Returns:
         (values [..., head_dim] float8_e4m3fn, scales fp32 [...], or [] if one was given).

@@ -38,17 +38,15 @@ EXPONENT_BIAS = 127
 
 @dataclass(frozen=True, eq=False)
 class RowPages:
-    """Plain rows in pages, ``data`` [num_pages, storage_block_size, dim], or quantized bytes.
-
-    A subclass says what the bytes are: `_views` of them, and the parts of rows that these hold.
-    """
+    """Plain rows in pages, ``data`` [num_pages, storage_block_size, dim], or quantized bytes, whose
+    parts a subclass names (`_views`)."""
 
     data: torch.Tensor
     storage_block_size: int
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:
-        """All that checks look at (`checks.check_once`)."""
+        """Key of `checks.check_once`."""
         data, (_, *sizes) = self.data, vars(self).values()
         return self.__class__, data.shape, data.stride(), data.dtype, data.device, *sizes
 
@@ -58,15 +56,8 @@ class RowPages:
         return isinstance(self.data, torch.Tensor) and self.data.dtype == torch.uint8
 
     def read(self, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Gather rows; quantized ones are dequantized exactly.
-
-        Args:
-            slots: [...] int64, page * storage_block_size + row; a negative slot gives zeros.
-            dtype: data type of the result.
-
-        Returns:
-            [..., dim].
-        """
+        """Gather rows [..., dim] of ``slots`` [...] int64, page * storage_block_size + row, exactly; a
+        negative slot gives zeros."""
         page, row = self._locate(slots.clamp(min=0))
         if self.fp8:
             rows = self._dequantize(*(view[page, row] for view in self._views()))
@@ -75,8 +66,7 @@ class RowPages:
         return torch.where((slots >= 0)[..., None], rows, 0).to(dtype)
 
     def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write normed and roped ``rows`` [n, dim] to ``slots`` [n] int64, quantized where the pages
-        are; -1 = skip."""
+        """Write ``rows`` [n, dim] to ``slots`` [n] int64; -1 = skip."""
         live = slots >= 0
         page, row = self._locate(slots[live])
         if not self.fp8:
@@ -101,8 +91,8 @@ class RowPages:
         return self.data.as_strided(shape, (self.data.stride(0), stride, 1), offset)
 
     def _check(self, dim: int, row_bytes: int, name: str) -> None:
-        """Check ``data`` against the channels of a plain row, the bytes of a quantized one, and the
-        name of the field that has the former."""
+        """Check ``data`` against the channels of a plain row, field ``name``, and the bytes of a
+        quantized one."""
         rows, data = self.storage_block_size, self.data
         expect_int("storage_block_size", rows, 1)
         if dim not in HEAD_DIMS:
@@ -136,7 +126,6 @@ class LatentPages(RowPages):
         rope_dim: trailing channels that are roped, even; 64 in the quantized layout.
 
     Raises:
-        ValueError: data is not as above.
         NotImplementedError: a head_dim or rope_dim that is not supported.
 
     Source: DeepSeek-V4, window and compressed KV.
@@ -202,7 +191,6 @@ class IndexPages(RowPages):
         index_dim: channels of a key, a power of two in 16..512.
 
     Raises:
-        ValueError: data is not as above.
         NotImplementedError: an index_dim that is not supported.
 
     Source: DeepSeek-V4, indexer keys.
@@ -244,16 +232,11 @@ def page_bytes(storage_block_size: int, row_bytes: int = ROW_BYTES + SCALE_BYTES
     """Bytes of a quantized page, padding included.
 
     Args:
-        storage_block_size: rows that the page stores.
+        storage_block_size: rows that the page stores, >= 1.
         row_bytes: bytes of a row with its scales: 584 for latents, index_dim + 4 for index keys.
 
     Returns:
         A multiple of 576: 37,440 for 64 latents, 1,728 for 2, 8,640 for 64 keys of 128 channels.
-
-    Raises:
-        ValueError: an argument is not a positive int.
-
-    Source: this module's docstring.
     """
     expect_int("storage_block_size", storage_block_size, 1)
     expect_int("row_bytes", row_bytes, 1)
@@ -266,10 +249,6 @@ def quantize_groups(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch
     x is first rounded to bf16. Then a = max(|x|_max, 1e-4), e = ceil(log2(a / 448)), value =
     e4m3(clamp(x * 2^-e, +-448)): only infinities are clamped. A NaN stays NaN and does not count in
     the maximum. bf16 holds value * 2^e exactly.
-
-    Args:
-        rows: [..., dim] any floating dtype.
-        group: channels that share a scale; divides dim.
 
     Returns:
         (values [..., dim] uint8, exponents [..., dim // group] int32).

@@ -23,8 +23,7 @@ EQUAL_SUMS = {"enable_fp_fusion": False}
 
 
 def launch(kernel: JITFunction, grid: tuple[int, ...], /, **arguments: Any) -> None:
-    """Launch a kernel, with arguments and launch options by name, on the current device and stream; an
-    empty grid runs nothing."""
+    """Launch a kernel on the current device and stream; an empty grid runs nothing."""
     if min(grid) <= 0:
         return
     if torch.version.hip is None:

@@ -50,14 +50,7 @@ class Matrix(NamedTuple):
 
     data: Any
     stride_row: Any
-
-
-class Cells(NamedTuple):
-    """[num_rows, channels] with any stride."""
-
-    data: Any
-    stride_row: Any
-    stride_column: Any
+    stride_column: Any  # 1 where operators accept nothing else
 
 
 class Matrices(NamedTuple):
@@ -71,33 +64,27 @@ class Matrices(NamedTuple):
 
 
 def rows(tensor: torch.Tensor | None) -> Rows | None:
-    """Pair [num_tokens, num_heads, channels] with its strides."""
     return None if tensor is None else Rows(tensor, *tensor.stride()[:2])
 
 
 def lse_rows(tensor: torch.Tensor | None) -> Rows | None:
-    """Pair an lse [num_heads, num_tokens], whose tokens are adjacent, with its strides."""
+    """An lse [num_heads, num_tokens], whose tokens are adjacent."""
     return None if tensor is None else Rows(tensor, 1, tensor.stride(0))
 
 
 def pages(tensor: torch.Tensor) -> Pages:
-    """Pair [num_pages, block_size, num_kv_heads(, channels)] with its strides."""
     return Pages(tensor, *tensor.stride()[:3])
 
 
 def table(tensor: torch.Tensor) -> Table:
-    """Pair a block table [num_seqs, width] with its stride and width."""
     return Table(tensor, tensor.stride(0), tensor.shape[1])
 
 
-def matrix(tensor: torch.Tensor | None) -> Matrix | None:
-    """Pair [num_rows, channels], whose channels are adjacent, with its stride."""
-    return None if tensor is None else Matrix(tensor, tensor.stride(0))
-
-
-def cells(tensor: torch.Tensor) -> Cells:
-    """Pair [num_rows, channels] with both strides."""
-    return Cells(tensor, *tensor.stride())
+def matrix(tensor: torch.Tensor | None, *, any_column: bool = False) -> Matrix | None:
+    """``any_column``: channels may lie apart."""
+    if tensor is None:
+        return None
+    return Matrix(tensor, tensor.stride(0), tensor.stride(1) if any_column else 1)
 
 
 def matrices(

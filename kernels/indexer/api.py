@@ -63,15 +63,13 @@ def index_topk(
         workspace: [n] fp32 scratch, n >= ``index_topk_workspace_numel(num_tokens=1, ...)``; with
             less than a step needs, it runs chunk by chunk. None allocates up to 64 MiB, or the need
             of one query. Concurrent calls need different ones.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+        impl: see ``quire.kernels``, also for errors.
 
     Returns:
         (out, lens): the ids of the selected entries within their sequence, ascending, then -1; and
         their number.
 
     Raises:
-        ValueError: an argument is not as above; a length, prefix sum or page id of CPU tensors is
-            out of range.
         NotImplementedError: topk > 4096 or more than 128 index heads.
 
     Source: DeepSeek-V4, lightning indexer; DeepSeek-V3.2 (arXiv 2512.02556) 2.1.

@@ -57,8 +57,6 @@ def mla_attention(
         ``out``. A query that sees no key gets out 0 and lse -inf.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above; on a CPU, a page id,
-            a length or prefix sums out of range.
         NotImplementedError: head_dim_v is not a power of two in 16..512, or head_dim - head_dim_v
             not one in 16..128.
 
@@ -140,9 +138,6 @@ def compressed_attention(
         ``out``. A query that sees no key gets out 0 and lse -inf.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above, or
-            num_seqs * max_seqlen_q < num_tokens on the decode path; on a CPU, an id, a length or
-            prefix sums out of range.
         NotImplementedError: quantized pages together with plain ones or with fp16 queries; a
             rope_dim that is no power of two; a pool of 2**31 rows or more.
 
@@ -159,20 +154,12 @@ def compressed_attention(
 
 
 def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:
-    """Elements (fp32) of ``workspace`` for any batch, any heads and any lengths.
+    """Elements (fp32) of ``workspace`` for any batch, any heads and any lengths: a row of head_dim + 1
+    values for each of 64 query rows on each multiprocessor.
 
     Args:
-        head_dim: channels of a row.
+        head_dim: channels of a row, >= 1.
         num_sms: ``torch.cuda.get_device_properties(device).multi_processor_count``.
-
-    Returns:
-        Elements: a partial row of head_dim + 1 values for each of 64 query rows of a program on each
-        multiprocessor.
-
-    Raises:
-        ValueError: a value is not a positive int.
-
-    Source: FlashDecoding (split-KV).
     """
     checks.expect_int("head_dim", head_dim, 1)
     checks.expect_int("num_sms", num_sms, 1)
@@ -197,7 +184,6 @@ def run(call: LatentCall, chosen: str) -> torch.Tensor:
 
 
 def _check_mla(call: LatentCall) -> None:
-    """Check all of a call of ``mla_attention`` but values in memory."""
     q, pages, head_dim_v = call.q, call.pages, call.head_dim_v
     checks.expect_tensor("q", q, (None, None, None), checks.MODEL_DTYPES)
     head_dim = q.shape[2]
@@ -221,7 +207,6 @@ def _check_mla(call: LatentCall) -> None:
 
 
 def _check_compressed(call: LatentCall) -> None:
-    """Check all of a call of ``compressed_attention`` but values in memory."""
     check_latent_pages(call.q, call.pages, call.entries)
     num_tokens, _, head_dim = call.q.shape
     checks.check_batch(call, "window_table", call.table, head_dim)

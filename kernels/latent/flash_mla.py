@@ -1,10 +1,4 @@
-"""FlashMLA's calling convention for DeepSeek-V4 over the kernel of ``compressed_attention``.
-
-It takes any number of heads (FlashMLA: 64 and 128), plain bf16 caches as well as quantized ones,
-and every architecture that Triton compiles for.
-
-Source: FlashMLA, flash_mla_interface; its tests for empty rows.
-"""
+"""FlashMLA's calling convention for DeepSeek-V4 over the kernel of ``compressed_attention``."""
 
 from __future__ import annotations
 
@@ -43,6 +37,7 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sparse decode attention over lists of physical rows of a window cache and of an extra cache.
 
+    It takes any number of heads (FlashMLA: 64 and 128), and plain caches as well as quantized ones.
     The device divides the work, so ``tile_scheduler_metadata`` is ignored. Attention over all keys of
     a sequence is ``mla_attention``.
 
@@ -69,8 +64,6 @@ def flash_mla_with_kvcache(
         given one). A query without keys gets 0 and, as in FlashMLA, lse +inf.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above, or one of two
-            arguments that go together is missing.
         NotImplementedError: attention over all keys, another head_dim_v or cache layout, or a cache
             of 2**31 rows or more.
 

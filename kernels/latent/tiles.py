@@ -1,7 +1,6 @@
 """Launch choices of latent attention as pure functions of host integers.
 
-Tiles compile without spills for 16-bit and quantized pages on sm_80 and sm_90, but for two prefills
-on sm_90: MLA of 8 heads, and under Triton 3.9 CSA (docs/results.md).
+Tiles compile without spills for 16-bit and quantized pages on sm_80 and sm_90.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from ..common.arch import Arch
 from ..common.tile_shapes import MAX_ROWS, Config, tile_rows
 
-_LARGE = {16: Config(16, 32, 8, 3), 32: Config(32, 32, 8, 3), 64: Config(64, 32, 8, 3)}
+_LARGE = {16: Config(16, 32, 8, 3), 32: Config(32, 32, 8, 3), 64: Config(64, 16, 8, 5)}
 _FEW_ROWS = dict.fromkeys((16, 32, 64), Config(16, 32, 8, 3))
 # Tiles of 16-bit queries by class of GPUs and wanted rows.
 TILES = {
@@ -39,7 +38,9 @@ def select_config(
     kind = "amd" if arch.maker == "amd" else arch.tiles
     if dtype_bytes == 4:  # without tensor cores, for checks more than for speed
         return Config(16, 16, 4 if kind == "amd" else 8, 1)
-    return (FP8_TILES if quantized else TILES)[kind][tile_rows(num_heads, tokens)]
+    # Of more than four tokens of few heads, the masks take registers that 64 rows do not leave.
+    rows = tile_rows(num_heads, min(tokens, 4))
+    return (FP8_TILES if quantized else TILES)[kind][rows]
 
 
 def target_splits(num_sms: int, config: Config, head_tiles: int) -> int:

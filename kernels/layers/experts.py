@@ -87,8 +87,8 @@ def expert_mlp(
         x: [num_tokens, hidden_size] bf16, fp16 or fp32, last stride 1.
         ids: [num_tokens, k] int64 in 0..num_experts - 1, last stride 1.
         gate_up: [num_experts, 2, width, hidden_size], the gate first, any strides: gate and up rows
-            may alternate, and matrices may be transposed. e4m3: last stride 1. uint8 (e2m1):
-            [num_experts, 2, width, hidden_size / 2], last stride 1.
+            may alternate, and matrices may be transposed. e4m3 and uint8 (e2m1: hidden_size / 2
+            bytes): last stride 1.
         down: [num_experts, hidden_size, width], or as above.
         activation, limit, alpha, up_offset: as in ``gated_product``.
         gate_up_scale: e4m3: [num_experts, 2, ceil(width / 128), ceil(hidden_size / 128)] fp32;
@@ -96,15 +96,12 @@ def expert_mlp(
         down_scale: the same for [hidden_size, width].
         gate_up_bias: [num_experts, 2, width] bf16, fp16 or fp32, any strides; None = 0.
         down_bias: [num_experts, hidden_size] of these dtypes; None = 0.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors), a loop over
-            experts that reads the choices on the host.
+        impl: see ``quire.kernels``, also for errors. "torch" reads the choices on the host.
 
     Returns:
         [num_tokens * k, hidden_size] in the dtype of x, the rows of a token one after another.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above; on a CPU, an
-            expert id out of range.
         NotImplementedError: Triton with a matrix of 2**31 elements or more.
 
     Source: transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``, ``modeling_gemma4``; OCP

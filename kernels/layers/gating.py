@@ -43,13 +43,10 @@ def gated_product(
         limit: in 2**-30 .. 2**30; None = no clamp. gpt-oss has 7.
         alpha: factor in silu, in 2**-30 .. 2**30. gpt-oss has 1.702.
         up_offset: added to up. gpt-oss has 1.
-        impl: "triton" (default for CUDA tensors) or "torch" (default for CPU tensors).
+        impl: see ``quire.kernels``, also for errors.
 
     Returns:
         [num_rows, width] of gate's dtype, contiguous.
-
-    Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above.
 
     Source: GLU variants (arXiv 2002.05202); transformers ``modeling_gpt_oss`` for the clamp.
     """
@@ -62,7 +59,8 @@ def gated_product(
     with torch.cuda.device_of(gate):
         launching.launch(
             _gated_product_kernel, (num_rows, triton.cdiv(width, BLOCK)),
-            gate=strided.cells(gate), up=strided.cells(up), out=out,
+            gate=strided.matrix(gate, any_column=True), up=strided.matrix(up, any_column=True),
+            out=out,
             limit=None if limit is None else float(limit), alpha=float(alpha),
             up_offset=float(up_offset), width=width, GELU=activation == "gelu_tanh",
             BLOCK=BLOCK, num_warps=4,
@@ -78,7 +76,7 @@ def _check(gate, up, activation, limit, alpha, up_offset) -> None:
 
 
 def check_options(activation: str, limit: float | None, alpha: float, up_offset: float) -> None:
-    """Check the host values of a gated product; ValueError as in ``gated_product``."""
+    """Check the host values of a gated product."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected one of {list(ACTIVATIONS)}, got {activation!r}")
     if limit is not None:
@@ -90,15 +88,8 @@ def check_options(activation: str, limit: float | None, alpha: float, up_offset:
 
 
 @torch.no_grad()
-def gated_torch(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    activation: str,
-    limit: float | None,
-    alpha: float,
-    up_offset: float,
-) -> torch.Tensor:
-    """``gated_product`` of checked arguments in plain torch, a block of rows at a time."""
+def gated_torch(gate, up, activation, limit, alpha, up_offset) -> torch.Tensor:
+    """``gated_product`` of checked arguments, a block of rows at a time."""
     num_rows = max(1, CACHED_ELEMENTS // max(1, gate.shape[1]))
     if len(gate) <= num_rows:
         return _torch_rows(gate, up, activation, limit, alpha, up_offset).to(gate.dtype)
@@ -111,7 +102,6 @@ def gated_torch(
 
 
 def _torch_rows(g, u, activation, limit, alpha, up_offset):
-    """The product of a block of rows in fp32."""
     g = g.float()
     if limit is not None:
         g, u = g.clamp(max=limit), u.float().clamp(-limit, limit)

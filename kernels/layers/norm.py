@@ -44,13 +44,10 @@ def residual_norm(
         scalar: [1], a factor of the sum; None = none.
         out: [num_rows, size] of x's dtype or fp32, last stride 1; it may be x. None = new memory, of
             x's dtype.
-        impl: "triton" (default for CUDA tensors) or "torch" (default for CPU tensors).
+        impl: see ``quire.kernels``, also for errors.
 
     Returns:
         ``out``, or ``residual`` without a weight.
-
-    Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above.
 
     Source: RMSNorm (arXiv 1910.07467); transformers ``modeling_llama``, ``modeling_gemma3``,
         ``modeling_gemma4``.

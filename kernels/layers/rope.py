@@ -51,14 +51,13 @@ def norm_rope(
         norm_v: True = norm the values too, without weight and ``offset``.
         eps: in 2**-100 .. 2**30.
         offset: added to both weights in fp32; 1 where they are stored around 0 (Gemma-3).
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+        impl: see ``quire.kernels``, also for errors.
 
     Returns:
         [num_tokens, out_heads, head_dim] of qkv's dtype, contiguous: queries, keys, and, with
         ``norm_v``, values.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above.
         NotImplementedError: with Triton, head_dim is not a power of two in 16..512.
 
     Source: RoFormer (arXiv 2104.09864); transformers ``modeling_llama``, ``modeling_gemma3``,

@@ -59,14 +59,10 @@ def route_tokens(
         bias: [num_experts] fp32, added for the choice alone, not with "softmax"; None = 0.
         table: [num_ids, top_k] int64, experts by token id, not with "softmax"; None = by score.
         token_ids: [num_tokens] int64, rows of the table; given with it.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+        impl: see ``quire.kernels``, also for errors.
 
     Returns:
         (ids [num_tokens, top_k] int64, weights [num_tokens, top_k] fp32).
-
-    Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above; on a CPU, a token
-            id or an expert id out of range.
 
     Source: DeepSeek-V4 report 2; transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``,
         ``modeling_gemma4``.
@@ -148,13 +144,10 @@ def combine_experts(
         rows: [num_tokens * k, size] bf16, fp16 or fp32, last stride 1, grouped by token.
         weights: [num_tokens, k] bf16, fp16 or fp32.
         addend: [num_tokens, size] in the dtype of rows, output of the shared expert; None = none.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+        impl: see ``quire.kernels``, also for errors.
 
     Returns:
         [num_tokens, size] in the dtype of rows.
-
-    Raises:
-        ValueError: a shape, dtype, stride or device is not as above.
 
     Source: transformers ``modeling_deepseek_v4``.
     """

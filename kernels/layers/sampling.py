@@ -65,15 +65,13 @@ def sample_tokens(
         u: [num_rows] fp64 in [0, 1), the random numbers; Triton uses 32 bits of each.
         probs: [num_rows, vocab_size] fp32, last stride 1, filled in place with the distribution of
             each row; at temperature 0 it is 1 at the token. Only with temperature.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+        impl: see ``quire.kernels``, also for errors.
 
     Returns:
         [num_rows] int64; -1 for a row with a NaN or +inf, or with -inf only, whose probs are
         undefined.
 
     Raises:
-        ValueError: a shape, dtype, stride or device is not as above; on a CPU, a value of
-            temperature, top_k, top_p, min_p or u out of range.
         NotImplementedError: Triton with more than 2**20 tokens.
 
     Source: transformers ``generation/logits_process`` for the filters and their order.
@@ -125,7 +123,7 @@ def _check(logits, temperature, top_k, top_p, min_p, u, probs) -> None:
 
 @torch.no_grad()
 def _torch(logits, temperature, top_k, top_p, min_p, u, probs) -> torch.Tensor:
-    """The same with a sort; reads on the host which rows are drawn."""
+    """Sort; reads on the host which rows are drawn."""
     logits = logits.float()
     top, ids = logits.max(dim=-1)
     if temperature is not None:
@@ -146,7 +144,6 @@ def _torch(logits, temperature, top_k, top_p, min_p, u, probs) -> torch.Tensor:
 
 
 def _probabilities(logits, temperature, top_k, top_p, min_p) -> torch.Tensor:
-    """Distribution of each row, [num_rows, vocab_size] fp32."""
     top_k, top_p, min_p = top_k[:, None], top_p[:, None], min_p[:, None]
     # Largest logit 0 first: then no temperature overflows.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
@@ -344,10 +341,8 @@ def _bounds(row, best, k, p, BLOCK: tl.constexpr):
 
 @triton.jit
 def _is_kept(x, live, kept, seen):
-    """Mask of the kept tokens of a block, and ``seen`` for the next block.
-
-    seen: number of tokens from low to high in earlier blocks.
-    """
+    """Mask of the kept tokens of a block, and ``seen``, the number of tokens from low to high in earlier
+    blocks, for the next block."""
     value = ordered(x)
     equal = live & (value >= kept.low) & (value <= kept.high)
     rank = seen + tl.cumsum(equal.to(tl.int32), 0)
