@@ -88,9 +88,8 @@ def compress(
 
     Source: DeepSeek-V4, compressed sparse and heavily compressed attention.
     """
-    chosen = checks.implementation(impl, kv)
-    checks.check_once(
-        _check, kv, gate, ape, state, state_index, seq_lens, cu_seqlens_q, ratio, overlap,
+    chosen = checks.accept(
+        impl, _check, kv, gate, ape, state, state_index, seq_lens, cu_seqlens_q, ratio, overlap,
         norm_weight, eps, cos_sin, pages, slot_mapping, max_seqlen_q,
     )  # fmt: skip
     num_tokens, num_seqs, ring = kv.shape[0], seq_lens.shape[0], state.shape[1]

@@ -71,12 +71,12 @@ def collapse_streams(
 
     Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
     """
-    chosen = checks.implementation(impl, streams)
-    checks.check_once(
-        _check_collapse, streams, fn, base, scale, norm_weight, norm_eps, eps, iterations, chosen
+    chosen = checks.accept(
+        impl, _check_collapse, streams, fn, base, scale, norm_weight, norm_eps, eps, iterations
     )
     if chosen == "torch":
         return _collapse_torch(streams, fn, base, scale, norm_weight, norm_eps, eps, iterations)
+    _expect_supported(streams)
     (num_tokens, n, hidden_size), fn_rows = streams.shape, fn.shape[0]
     arch, num_sms = launching.arch_and_sms(streams)
     rows = max(16, next_power_of_2(fn_rows + 1))
@@ -143,10 +143,10 @@ def expand_streams(
     Raises:
         NotImplementedError: Triton with more than 8 streams or 16384 channels.
     """
-    chosen = checks.implementation(impl, streams)
-    checks.check_once(_check_expand, streams, y, post, comb, rows, weights, chosen)
+    chosen = checks.accept(impl, _check_expand, streams, y, post, comb, rows, weights)
     if chosen == "torch":
         return _expand_torch(streams, y, post, comb, rows, weights)
+    _expect_supported(streams)
     (num_tokens, n, hidden_size), k = streams.shape, 0 if weights is None else weights.shape[1]
     out = y.new_empty(num_tokens, n, hidden_size)
     block = min(CHANNELS, next_power_of_2(hidden_size))
@@ -160,10 +160,8 @@ def expand_streams(
     return out
 
 
-def _check_collapse(
-    streams, fn, base, scale, norm_weight, norm_eps, eps, iterations, chosen
-) -> None:
-    _, n, hidden_size = _checked_shape(streams, chosen)
+def _check_collapse(streams, fn, base, scale, norm_weight, norm_eps, eps, iterations) -> None:
+    _, n, hidden_size = _checked_shape(streams)
     device, fp32 = streams.device, torch.float32
     checks.expect_tensor("fn", fn, (None, n * hidden_size), fp32, device=device)
     fn_rows, layer_rows = fn.shape[0], (2 + n) * n
@@ -178,8 +176,8 @@ def _check_collapse(
     checks.expect_int("iterations", iterations, 1)
 
 
-def _check_expand(streams, y, post, comb, rows, weights, chosen) -> None:
-    num_tokens, n, hidden_size = _checked_shape(streams, chosen)
+def _check_expand(streams, y, post, comb, rows, weights) -> None:
+    num_tokens, n, hidden_size = _checked_shape(streams)
     dtype, device, fp32 = streams.dtype, streams.device, torch.float32
     checks.expect_tensor("y", y, (num_tokens, hidden_size), dtype, device=device)
     checks.expect_tensor("post", post, (num_tokens, n), fp32, device=device)
@@ -197,14 +195,21 @@ def _check_expand(streams, y, post, comb, rows, weights, chosen) -> None:
             raise ValueError(f"{name}: expected a contiguous tensor, got {tensor.stride()}")
 
 
-def _checked_shape(streams: torch.Tensor, impl: str) -> tuple[int, int, int]:
+def _checked_shape(streams: torch.Tensor) -> tuple[int, int, int]:
+    """Require streams; returns (num_tokens, n, hidden_size)."""
     checks.expect_tensor("streams", streams, (None, None, None), checks.MODEL_DTYPES)
     num_tokens, n, hidden_size = streams.shape
-    for name, size, most in (("n", n, MAX_STREAMS), ("hidden_size", hidden_size, MAX_HIDDEN)):
-        checks.expect_int(f"streams: {name}", size, 1)
-        if impl == "triton" and size > most:
-            raise NotImplementedError(f"streams: {name}: supported are up to {most}, got {size}")
+    checks.expect_int("streams: n", n, 1)
+    checks.expect_int("streams: hidden_size", hidden_size, 1)
     return num_tokens, n, hidden_size
+
+
+def _expect_supported(streams: torch.Tensor) -> None:
+    """Raise NotImplementedError for streams that the Triton kernels do not support."""
+    limits = ("n", MAX_STREAMS), ("hidden_size", MAX_HIDDEN)
+    for (name, most), size in zip(limits, streams.shape[1:], strict=True):
+        if size > most:
+            raise NotImplementedError(f"streams: {name}: supported are up to {most}, got {size}")
 
 
 @torch.no_grad()

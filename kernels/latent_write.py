@@ -66,8 +66,9 @@ def write_latent(
 
     Source: DeepSeek-V4, kv_norm and RoPE of the latent.
     """
-    chosen = checks.implementation(impl, x)
-    checks.check_once(_check, x, pages, slot_mapping, positions, cos_sin, norm_weight, eps, out)
+    chosen = checks.accept(
+        impl, _check, x, pages, slot_mapping, positions, cos_sin, norm_weight, eps, out
+    )
     if chosen == "torch" or checks.is_readable(x):
         rotated = positions
         if pages is not None:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .common import checks, launching, strided
-from .common.checks import expect_apart, expect_tensor, expect_values, implementation
+from .common.checks import expect_apart, expect_tensor, expect_values
 
 # Channels that a program copies.
 BLOCK = 512
@@ -50,10 +50,10 @@ def copy_overlap(
 
     Source: DeepSeek-V4, compressed sparse attention: entries that overlap the window before.
     """
-    chosen = implementation(impl, kv)
-    checks.check_once(
-        _check, kv, gate, ape, state, pages, from_pages, state_index, state_rows, tokens, to_pages
-    )
+    chosen = checks.accept(
+        impl, _check, kv, gate, ape, state, pages, from_pages, state_index, state_rows, tokens,
+        to_pages,
+    )  # fmt: skip
     num_pages, ratio, _, width = pages.shape
     num_seqs = from_pages.shape[0]
     if checks.is_readable(pages):

@@ -21,7 +21,6 @@ from torch import Tensor
 from .common import checks, e4m3, launching, strided
 from .common.bits import INF_BITS, rounded_to_e4m3
 from .common.checks import MODEL_DTYPES, expect_apart, expect_ids, expect_int, expect_tensor
-from .common.in_torch import once_a_step
 from .common.tile_shapes import next_power_of_2
 
 LARGEST = tl.constexpr(e4m3.E4M3_MAX)
@@ -68,10 +67,11 @@ def write_kv(
 
     Source: PagedAttention (arXiv 2309.06180) 4.3.
     """
-    chosen = checks.implementation(impl, k)
-    checks.check_once(_check_write, k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale)
+    chosen = checks.accept(
+        impl, _check_write, k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale
+    )
     if chosen == "torch" or checks.is_readable(k):
-        places = once_a_step(_places, slot_mapping, *k_pages.shape[:2])
+        places = checks.once_a_step(_places, slot_mapping, *k_pages.shape[:2])
     if chosen == "torch":
         return _write_torch(k, v, k_pages, v_pages, places, k_scale, v_scale)
     num_rows, num_kv_heads, head_dim = k.shape

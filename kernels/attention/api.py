@@ -329,7 +329,6 @@ def check_attention(call: AttentionCall) -> None:
                 raise ValueError(
                     f"{name}: expected tokens < 2**24 elements apart, got {rows.stride()}"
                 )
-    checks.softmax_factor(call.softmax_scale, head_dim)
     if call.softcap is not None:
         checks.expect_positive("softcap", call.softcap)
     if call.sliding_window is not None:

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..common import e4m3
-from ..common.checks import expect_ids, expect_ring, read_batch
-from ..common.in_torch import once_a_step
+from ..common.checks import expect_ids, expect_ring, once_a_step, read_batch
 
 if TYPE_CHECKING:
     from .api import AttentionCall

@@ -6,8 +6,10 @@ int32 [4, *], got int64 [4, 9]``. Values are checked in CPU tensors only: no che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,39 +22,51 @@ MAX_TOKENS = 2**30
 # Rows of a tile, at most. The kernels address those of a tile of new rows with 32 bits.
 MAX_TILE = 128
 
-# Arguments that have passed their checks (`check_once`); emptied when it is full.
+# Arguments that have passed their checks (`accept`); emptied when it is full.
 _passed: set[tuple[Any, ...]] = set()
 MAX_PASSED = 4096
 HOST_TYPES = (int, float, bool, str)
 
+R = TypeVar("R")
+_of_step: ContextVar[dict[Any, Any] | None] = ContextVar("of_step", default=None)
 
-def check_once(check: Callable[..., None], *args: Any, values: Iterable[Any] | None = None) -> None:
-    """Call ``check(*args)``, unless it has passed for such arguments before.
 
-    Such arguments are equal host values, and tensors of the same shapes, strides, dtypes and devices:
-    a check must look at nothing else. Other objects have them as an attribute ``signature``.
+def accept(
+    impl: str | None, check: Callable[..., None], *args: Any, values: Iterable[Any] | None = None
+) -> str:
+    """Check the arguments of a call with ``check(*args)``, and choose its implementation by the
+    first of them, a tensor.
+
+    The check is not made again where it has passed for equal host values, and tensors of the same
+    shapes, strides, dtypes and devices: it must look at nothing else. Other objects have these as an
+    attribute ``signature``.
 
     Args:
         values: what the check looks at; None = ``args``.
     """
+    values = args if values is None else [*values]
     key: list[Any] = [check]
-    for value in args if values is None else values:
+    for value in values:
         if isinstance(value, torch.Tensor):
             key += value.shape, value.stride(), value.dtype, value.device
         elif value is None or value.__class__ in HOST_TYPES:
             key += value.__class__, value
         else:
             key.append(getattr(value, "signature", value))
+    signature = tuple(key)
     try:
-        signature = tuple(key)
-        if signature in _passed:
-            return
+        is_known = signature in _passed
     except TypeError:  # a value that cannot be hashed, which the check refuses
-        signature = ()
-    check(*args)
-    if len(_passed) >= MAX_PASSED:
-        _passed.clear()
-    _passed.add(signature)
+        signature, is_known = (), False
+    if not is_known:
+        check(*args)
+        if len(_passed) >= MAX_PASSED:
+            _passed.clear()
+        _passed.add(signature)
+    first = values[0]
+    if impl is None:
+        return "triton" if first.is_cuda else "torch"
+    return implementation(impl, first)
 
 
 def expect_impl(impl: str | None, device_type: str) -> None:
@@ -256,16 +270,11 @@ def expect_decodes(
 ) -> None:
     if max_seq_len is not None:
         expect_int("max_seq_len", max_seq_len, 0)
-    num_decodes = decodes_of(num_decodes, num_seqs, max_seqlen_q)
+    if num_decodes is None:
+        num_decodes = num_seqs if max_seqlen_q <= 1 else 0
     expect_int("num_decodes", num_decodes, 0, num_seqs)
     if num_decodes == num_seqs:  # no prefill kernel is launched for longer sequences
         expect_longest(num_tokens, num_seqs, max_seqlen_q)
-
-
-def decodes_of(num_decodes: int | None, num_seqs: int, max_seqlen_q: int) -> int:
-    if num_decodes is None:
-        return num_seqs if max_seqlen_q <= 1 else 0
-    return num_decodes
 
 
 def check_batch(call: Any, name: str, table: torch.Tensor, head_dim_v: int) -> None:
@@ -276,6 +285,7 @@ def check_batch(call: Any, name: str, table: torch.Tensor, head_dim_v: int) -> N
     expect_decodes(num_tokens, num_seqs, call.max_seqlen_q, call.max_seq_len, call.num_decodes)
     expect_tensor(name, table, (num_seqs, None), torch.int32, device=device)
     check_outputs(num_heads, num_tokens, device, call.sinks, call.lse, call.workspace)
+    softmax_factor(call.softmax_scale, q.shape[2])
     if call.out is not None:
         shape = num_tokens, num_heads, head_dim_v
         expect_tensor("out", call.out, shape, q.dtype, device=device)
@@ -283,15 +293,17 @@ def check_batch(call: Any, name: str, table: torch.Tensor, head_dim_v: int) -> N
 
 
 def complete(call: Any, check: Callable[[Any], None], impl: str | None) -> str:
-    """Check the arguments of a call of attention (`check_once`) and fill in defaults; returns the
-    name of the implementation."""
-    chosen = implementation(impl, call.q)
-    # The bound differs from step to step, and says nothing of the tensors.
-    check_once(check, call, values=(vars(call) | {"max_seq_len": None}).values())
-    if call.max_seq_len is not None:
-        expect_int("max_seq_len", call.max_seq_len, 0)
-    call.num_decodes = decodes_of(call.num_decodes, call.num_seqs, call.max_seqlen_q)
-    call.softmax_scale = softmax_factor(call.softmax_scale, call.q.shape[2])
+    """Check the arguments of a call of attention and fill in defaults; returns the name of the
+    implementation."""
+    values = vars(call)
+    if type(call.max_seq_len) is int and call.max_seq_len >= 0:
+        # The bound differs from step to step, and says nothing of the tensors.
+        values = values | {"max_seq_len": None}
+    chosen = accept(impl, check, call, values=values.values())
+    if call.num_decodes is None:
+        call.num_decodes = call.num_seqs if call.max_seqlen_q <= 1 else 0
+    scale = call.q.shape[2] ** -0.5 if call.softmax_scale is None else call.softmax_scale
+    call.softmax_scale = float(scale)
     if call.sliding_window is not None:
         call.sliding_window = min(call.sliding_window, MAX_TOKENS)
     return chosen
@@ -384,3 +396,28 @@ def expect_values(name: str, tensor: torch.Tensor, low: float, high: float) -> N
         if not (low <= least and most <= high):  # NaN is refused too
             bad = most if low <= least else least
             raise ValueError(f"{name}: expected values in [{low}, {high}], got {bad}")
+
+
+@contextmanager
+def one_step() -> Iterator[None]:
+    """Within it, the lengths, block tables and slots that operators are given do not change."""
+    token = _of_step.set({})
+    try:
+        yield
+    finally:
+        _of_step.reset(token)
+
+
+def once_a_step(read: Callable[..., R], *args: Any) -> R:
+    """``read(*args)``, which reads and checks values of tensors on the host. Within `one_step` it is
+    called once for the same tensors and equal other arguments."""
+    results = _of_step.get()
+    if results is None:
+        return read(*args)
+    key: list[Any] = [read]
+    for arg in args:
+        key.append(id(arg) if isinstance(arg, torch.Tensor) else arg)
+    signature = tuple(key)
+    if signature not in results:
+        results[signature] = args, read(*args)  # args are kept, so that no id is given again
+    return results[signature][1]

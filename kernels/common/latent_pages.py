@@ -46,7 +46,7 @@ class RowPages:
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:
-        """Key of `checks.check_once`."""
+        """All that checks look at (`checks.accept`)."""
         data, (_, *sizes) = self.data, vars(self).values()
         return self.__class__, data.shape, data.stride(), data.dtype, data.device, *sizes
 

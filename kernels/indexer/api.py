@@ -74,9 +74,8 @@ def index_topk(
 
     Source: DeepSeek-V4, lightning indexer; DeepSeek-V3.2 (arXiv 2512.02556) 2.1.
     """
-    chosen = checks.implementation(impl, q)
-    checks.check_once(
-        _check, q, weights, pages, block_table, seq_lens, cu_seqlens_q, topk, compress_ratio,
+    chosen = checks.accept(
+        impl, _check, q, weights, pages, block_table, seq_lens, cu_seqlens_q, topk, compress_ratio,
         max_seqlen_q, out, lens, workspace,
     )  # fmt: skip
     expect_int("max_seq_len", max_seq_len, 0, 2**31 - 1)

@@ -107,11 +107,10 @@ def expert_mlp(
     Source: transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``, ``modeling_gemma4``; OCP
         Microscaling Formats 1.0.
     """
-    chosen = checks.implementation(impl, x)
-    checks.check_once(
-        _check, x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias
-    )
-    checks.check_once(check_options, activation, limit, alpha, up_offset)
+    chosen = checks.accept(
+        impl, _check, x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias,
+        activation, limit, alpha, up_offset,
+    )  # fmt: skip
     checks.expect_values("ids", ids, 0, gate_up.shape[0] - 1)
     if chosen == "torch":
         return _torch(
@@ -171,7 +170,9 @@ def _weight_format(weight: torch.Tensor) -> str:
     return {checks.E4M3: "fp8", torch.uint8: "fp4"}.get(weight.dtype, "plain")
 
 
-def _check(x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias) -> None:
+def _check(
+    x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias, *options
+) -> None:
     checks.expect_tensor("x", x, (None, None), checks.MODEL_DTYPES)
     num_tokens, hidden = x.shape
     checks.expect_int("x: hidden_size", hidden, 1)
@@ -193,6 +194,7 @@ def _check(x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_
             checks.expect_tensor(
                 name, bias, shape, checks.MODEL_DTYPES, device=x.device, any_stride=True
             )
+    check_options(*options)
 
 
 def _check_weight(name, weight, scale, lead, rows, columns, x) -> None:

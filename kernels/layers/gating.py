@@ -50,8 +50,7 @@ def gated_product(
 
     Source: GLU variants (arXiv 2002.05202); transformers ``modeling_gpt_oss`` for the clamp.
     """
-    chosen = checks.implementation(impl, gate)
-    checks.check_once(_check, gate, up, activation, limit, alpha, up_offset)
+    chosen = checks.accept(impl, _check, gate, up, activation, limit, alpha, up_offset)
     if chosen == "torch":
         return gated_torch(gate, up, activation, limit, alpha, up_offset)
     num_rows, width = gate.shape

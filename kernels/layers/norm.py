@@ -52,8 +52,7 @@ def residual_norm(
     Source: RMSNorm (arXiv 1910.07467); transformers ``modeling_llama``, ``modeling_gemma3``,
         ``modeling_gemma4``.
     """
-    chosen = checks.implementation(impl, x)
-    checks.check_once(_check, x, weight, eps, offset, residual, post_weight, scalar, out)
+    chosen = checks.accept(impl, _check, x, weight, eps, offset, residual, post_weight, scalar, out)
     if chosen == "torch":
         out = _torch(x, weight, eps, offset, residual, post_weight, scalar, out)
     else:

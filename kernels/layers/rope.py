@@ -63,9 +63,8 @@ def norm_rope(
     Source: RoFormer (arXiv 2104.09864); transformers ``modeling_llama``, ``modeling_gemma3``,
         ``modeling_gemma4``.
     """
-    chosen = checks.implementation(impl, qkv)
-    checks.check_once(
-        _check, qkv, cos, sin, num_kv_heads, has_v, q_weight, k_weight, norm_v, eps, offset
+    chosen = checks.accept(
+        impl, _check, qkv, cos, sin, num_kv_heads, has_v, q_weight, k_weight, norm_v, eps, offset
     )
     num_tokens, heads, head_dim = qkv.shape
     num_heads = heads - num_kv_heads * (1 + has_v)

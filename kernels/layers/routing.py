@@ -67,9 +67,8 @@ def route_tokens(
     Source: DeepSeek-V4 report 2; transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``,
         ``modeling_gemma4``.
     """
-    chosen = checks.implementation(impl, logits)
-    checks.check_once(
-        _check_routing, logits, top_k, score, scale, logits_factor, logits_bias, expert_scale,
+    chosen = checks.accept(
+        impl, _check_routing, logits, top_k, score, scale, logits_factor, logits_bias, expert_scale,
         bias, table, token_ids,
     )  # fmt: skip
     (num_tokens, num_experts), softmax = logits.shape, score == "softmax"

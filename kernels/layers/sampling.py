@@ -76,9 +76,8 @@ def sample_tokens(
 
     Source: transformers ``generation/logits_process`` for the filters and their order.
     """
-    chosen = checks.implementation(impl, logits)
     columns = temperature, top_k, top_p, min_p, u
-    checks.check_once(_check, logits, *columns, probs)
+    chosen = checks.accept(impl, _check, logits, *columns, probs)
     if temperature is not None:
         for (name, (_, low, high)), column in zip(COLUMNS.items(), columns, strict=True):
             checks.expect_values(name, column, low, high)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.common.checks import HEAD_DIMS
-from quire.kernels.common.in_torch import one_step
+from quire.kernels.common.checks import HEAD_DIMS, one_step
 from quire.kvcore.device import AttnMetadata
 
 from ..config.model import FULL, SLIDING, ModelConfig
