@@ -21,7 +21,7 @@ from .config.hf import load_config, read_generation_config
 from .config.named import named_configs
 from .deepseek_v4.drafters import DSparkDrafter, MTPDrafter
 from .device import find_device
-from .engine.engine import Engine, EngineConfig
+from .engine.engine import Engine, EngineConfig, interrupts_wait
 from .engine.memory import free_memory, weight_bytes
 from .engine.outputs import OutputDelta, RequestOutput
 from .engine.report import StepReport
@@ -29,7 +29,6 @@ from .engine.request import SamplingParams
 from .engine.speculative import Drafter, NGramDrafter
 from .families.gemma4_assistant import Gemma4Drafter, load_assistant
 from .families.registry import Family, family_of, register_family
-from .interrupts import interrupts_wait
 from .loading.locate import locate_checkpoint
 from .loading.random_weights import random_model
 from .loading.weights import build_model, find_dtype, load_model
@@ -232,14 +231,14 @@ class LLM:
         queued: dict[str, dict[int, RequestOutput]] = {}
         num_outputs, num_done, num_tokens = sum(one.n for one in params), 0, 0
         with (
-            interrupts_wait() as interrupts,
+            interrupts_wait() as handle_interrupt,
             tqdm(total=num_outputs, unit="request", disable=not progress) as bar,
         ):
             try:
                 for ids, one in zip(token_ids, params, strict=True):
                     queued[self.engine.add_request(ids, one)] = {}
                 while num_done < num_outputs:
-                    interrupts.handle()
+                    handle_interrupt()
                     report = self._step()
                     num_tokens += report.num_tokens
                     for output in report.finished:

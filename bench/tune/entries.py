@@ -11,7 +11,7 @@ from typing import Any
 from quire.kernels.attention import tiles as attention
 from quire.kernels.common.arch import Arch
 from quire.kernels.latent import tiles as latent
-from quire.kernels.latent.tiles import tile_rows
+from quire.kernels.latent.tiles import wanted_rows
 
 from ..cases.shapes import CHUNK, AttentionShape, Case
 
@@ -102,7 +102,7 @@ def entry_of(case: Case, arch: Arch) -> TileEntry | None:
     tokens = 1 if case.phase == "decode" or shape.op == "csa" else CHUNK
     kind = "amd" if arch.maker == "amd" else arch.tiles
     table = FP8_LATENT if shape.fp8 else LATENT
-    return TileEntry(table, kind, tile_rows(shape.num_heads, tokens))
+    return TileEntry(table, kind, wanted_rows(shape.num_heads, tokens))
 
 
 def table_entries(cases: Sequence[Case], arch: Arch) -> dict[TileEntry, list[Case]]:

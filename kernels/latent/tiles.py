@@ -38,9 +38,13 @@ def select_config(
     kind = "amd" if arch.maker == "amd" else arch.tiles
     if dtype_bytes == 4:  # without tensor cores, for checks more than for speed
         return Config(16, 16, 4 if kind == "amd" else 8, 1)
+    return (FP8_TILES if quantized else TILES)[kind][wanted_rows(num_heads, tokens)]
+
+
+def wanted_rows(num_heads: int, tokens: int) -> int:
+    """Rows of the tables for tokens that may share a query tile."""
     # Of more than four tokens of few heads, the masks take registers that 64 rows do not leave.
-    rows = tile_rows(num_heads, min(tokens, 4))
-    return (FP8_TILES if quantized else TILES)[kind][rows]
+    return tile_rows(num_heads, min(tokens, 4))
 
 
 def target_splits(num_sms: int, config: Config, head_tiles: int) -> int:

@@ -3,6 +3,6 @@
 It needs torch, without which the rest of `quire.kvcore` imports. It knows no model and no kernel.
 """
 
-from .batch import AttnMetadata, Batch, BatchBuilder, HostCopy, Staging, known_ids
+from .batch import AttnMetadata, Batch, BatchBuilder, Staging, known_ids
 
-__all__ = ["AttnMetadata", "Batch", "BatchBuilder", "HostCopy", "Staging", "known_ids"]
+__all__ = ["AttnMetadata", "Batch", "BatchBuilder", "Staging", "known_ids"]

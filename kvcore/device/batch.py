@@ -66,24 +66,6 @@ class Staging:
         ]
 
 
-class HostCopy:
-    """A tensor on its way to the host, which goes on meanwhile; of a CPU it is there already."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._host, self._arrived = tensor, None
-        if tensor.device.type == "cuda":
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
-
-    def wait(self) -> Tensor:
-        """The tensor on the host."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._host
-
-
 @dataclass(frozen=True)
 class AttnMetadata:
     """Metadata of one ragged step for attention; sequences with one new token come first.

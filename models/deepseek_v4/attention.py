@@ -166,7 +166,8 @@ class Attention(nn.Module):
         inputs = AttentionInputs(positions, cos_sin, q, kv)
         compressor, indexer = self.compressor, None
         if compressor is not None:
-            pooled_kv, pooled_gate, *index = compressor.stacked.fp32(x)
+            stacked = compressor.stacked
+            pooled_kv, pooled_gate, *index = stacked(x, fp32=True).split(stacked.out_sizes, dim=-1)
             inputs.pooled, indexer = (pooled_kv, pooled_gate), compressor.indexer
         if indexer is not None:
             index_kv, index_gate, weights = index

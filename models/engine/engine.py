@@ -7,7 +7,7 @@ One step, `Engine._step`::
            -> Sampler               the largest logit or a draw, in one copy to the host
            -> Step.verify           accepted drafts, if any, and the next tokens
            -> KVCache.commit        the plan becomes real
-           -> OutputQueue.deliver   appends each token to its request, whose next step computes it;
+           -> Scheduler.deliver     appends each token to its request, whose next step computes it;
                                     after the last one `KVCache.release`
 
 With `EngineConfig.async_scheduling` a step is launched before the tokens of the previous step are
@@ -16,21 +16,22 @@ on the host. Its input ids are placeholders, which the device replaces (`BatchBu
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from ..config.fields import shown
-from ..interrupts import interrupts_wait
 from ..tokenizer import TextStream, Tokenizer, decode_of
 from .config import EngineConfig
 from .memory import max_prompt_rows
-from .outputs import NewTokens, OutputQueue, RequestOutput
+from .outputs import NewTokens, RequestOutput
 from .report import (
     ALLOCATOR,
     DELIVER,
@@ -77,7 +78,7 @@ class Engine:
         pool: the page tensors, as the model's cache allocated them.
         tiers: the host tier; None = none.
         memory: the `MemoryPlan`, with the pages of the pool and their bytes.
-        outputs: the unfinished requests.
+        scheduler: the unfinished requests.
         totals: sums over steps.
 
     Raises:
@@ -118,7 +119,6 @@ class Engine:
             self.tiers,
             max_prompt_rows=max_prompt_rows(model.config.vocab_size),
         )
-        self.outputs = OutputQueue(self.scheduler)
         is_standard = config.rejection_sample_method == "standard"
         self._drafts_are_drawn = is_standard and hasattr(drafter, "sample")
         self._in_flight: Step | None = None  # launched, its tokens are not known yet
@@ -132,12 +132,12 @@ class Engine:
     @property
     def unfinished(self) -> frozenset[str]:
         """Ids of all requests that are waiting or running."""
-        return frozenset(self.outputs.unfinished)
+        return frozenset(self.scheduler.unfinished)
 
     @property
     def has_work(self) -> bool:
         """True if any request is unfinished."""
-        return bool(self.outputs.unfinished)
+        return bool(self.scheduler.unfinished)
 
     def add_request(
         self,
@@ -169,7 +169,7 @@ class Engine:
         prompt = self.check(prompt_token_ids, params)
         if request_id is None:
             request_id = str(self._num_added)
-        if not isinstance(request_id, str) or request_id in self.outputs.unfinished:
+        if not isinstance(request_id, str) or request_id in self.scheduler.unfinished:
             raise ValueError(
                 f"request_id: expected a new id, a string or None, got {shown(request_id)}"
             )
@@ -203,7 +203,7 @@ class Engine:
             )
             for sample in range(params.n)
         ]
-        self.outputs.add(samples)
+        self.scheduler.add(samples)
         self._num_added += 1
         return request_id
 
@@ -228,7 +228,7 @@ class Engine:
             RuntimeError: called while a step runs.
         """
         self._expect_between_steps("abort")
-        return self.outputs.abort(request_id)
+        return self.scheduler.abort(request_id)
 
     def close(self) -> None:
         """End the other ranks and wait for copies of the host tier; no request or step may follow."""
@@ -271,13 +271,13 @@ class Engine:
                 self._is_stepping = False
 
     def _step(self) -> StepReport | None:
-        clock, scheduler, outputs, runner = self.clock, self.scheduler, self.outputs, self.runner
+        clock, scheduler, runner = self.clock, self.scheduler, self.runner
         clock.start()
         before = self._in_flight
         if self.drafter is not None:
             self._draft()
         step = scheduler.schedule(ahead=before is not None)
-        if step is None and before is None and not outputs.finished:
+        if step is None and before is None and not scheduler.finished:
             clock.forget_device()
             return None
         due = before if runner.is_async else step  # the step whose tokens this call delivers
@@ -296,7 +296,7 @@ class Engine:
             self.kv.commit(step.plan, step.input_ids, step.accepted)
         clock.switch(DELIVER)
         self._in_flight = ahead = step if runner.is_async else None
-        num_generated, has_nan = outputs.deliver(new, time.perf_counter())
+        num_generated, has_nan = scheduler.deliver(new, time.perf_counter())
         if has_nan:
             # Any cached row may be NaN: drop them all, and take back requests that the step in
             # flight admitted, as their hits may have such rows.
@@ -305,10 +305,12 @@ class Engine:
             scheduler.clear_cache()
         if ahead is not None:
             ahead.set_placeholders()
-        if not outputs.unfinished:
+        if not scheduler.unfinished:
             clock.forget_device()
         numbers = {} if due is None else due.numbers()
-        report = StepReport(*clock.stop(), *outputs.take(), num_generated=num_generated, **numbers)
+        finished, deltas = scheduler.finished, scheduler.deltas
+        scheduler.finished, scheduler.deltas = [], []
+        report = StepReport(*clock.stop(), finished, deltas, num_generated=num_generated, **numbers)
         self.totals.add(report)
         return report
 
@@ -320,7 +322,6 @@ class Engine:
             return
         if self.runner.has_hidden:
             before = clock.switch(MODEL)
-            clock.begin_device()
             drafter.set_drafts(requests, self.runner.builder.sampled, draws=draws)
         else:
             before = clock.switch(DRAFT)
@@ -333,7 +334,6 @@ class Engine:
         """Run the model and sample; on a GPU, all of it begins and nothing is waited for."""
         clock, runner, ranks = self.clock, self.runner, self._ranks
         clock.switch(TENSORS)
-        clock.begin_device()
         plan, ids, rows = step.plan, step.input_ids, step.rows
         shape = None
         if step.scored:
@@ -359,7 +359,6 @@ class Engine:
             next_ids.copy_(step.sampled.device_ids)
             if ranks is not None:
                 ranks.group.from_first(runner.builder.sampled[: len(rows)])
-        clock.end_device()
 
     def _tokens(self, step: Step) -> list[NewTokens]:
         """Wait for the tokens of a step, and verify its drafts."""
@@ -376,7 +375,6 @@ class Engine:
         if self.runner.has_hidden:
             self.clock.switch(MODEL)
             self.drafter.observe_step(step)
-            self.clock.end_device()
         return new
 
     def _take_back(self, step: Step | None) -> None:
@@ -388,3 +386,40 @@ class Engine:
         if in_flight is not None:
             # Its rows may be NaN. Only its tokens would have shown that, and they are not read.
             self.scheduler.clear_cache()
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[Callable[[], None]]:
+    """Hold back SIGINT until the outermost such block has ended; a second one is handled at once.
+
+    Within a step Ctrl-C would leave pages without an owner. Only in the main thread, and where a
+    Python function handles the signal. A call of what is yielded handles one that is held back.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if (handle := getattr(handler, "handle_held", None)) is not None:
+        yield handle
+        return
+    held: list[tuple[Any, ...]] = []
+
+    def hold(*arguments: Any) -> None:
+        held.append(arguments)
+        if len(held) > 1:
+            handler(*arguments)
+
+    def handle_held() -> None:
+        arguments = held.copy()
+        held.clear()
+        if len(arguments) == 1:
+            handler(*arguments[0])
+
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield handle_held
+        return
+    hold.handle_held = handle_held
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield handle_held
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if len(held) == 1:
+            handler(*held[0])

@@ -1,8 +1,7 @@
-"""Outputs of requests, and the queue that collects them."""
+"""Outputs of requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,11 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from quire.kvcore.prefix.lookup import EXPLANATIONS
 from quire.kvcore.tier.match import LOAD_EXPLANATIONS
 
-from ..config.fields import shown
-
 if TYPE_CHECKING:
     from .request import Request
-    from .scheduler import Scheduler
 
 REASONS: dict[str, str] = {**EXPLANATIONS, **LOAD_EXPLANATIONS}
 NO_TOKEN = -1  # as `quire.kernels.sample_tokens` returns it
@@ -129,95 +125,6 @@ class NewTokens(NamedTuple):
     logprobs: list[TokenLogprobs] | None = None
 
 
-class OutputQueue:
-    """The unfinished requests of an engine, and the outputs since the last report."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        scheduler.on_failure = self._fail
-        self.unfinished: dict[str, list[Request]] = {}  # samples by request id
-        # Samples that wait until the prompt of the first one, the key, is computed.
-        self.siblings: dict[Request, list[Request]] = {}
-        self.finished: list[RequestOutput] = []
-        self.deltas: list[OutputDelta] = []
-
-    def take(self) -> tuple[list[RequestOutput], list[OutputDelta]]:
-        """Outputs and deltas since the last call."""
-        taken = self.finished, self.deltas
-        self.finished, self.deltas = [], []
-        return taken
-
-    def add(self, samples: list[Request]) -> None:
-        """Queue the samples of a request."""
-        first = samples[0]
-        self.unfinished[first.request_id] = samples
-        self._scheduler.waiting.append(first)
-        if len(samples) > 1:
-            self.siblings[first] = samples[1:]
-
-    def abort(self, request_id: str) -> RequestOutput:
-        """As `Engine.abort`."""
-        if not isinstance(request_id, str) or request_id not in self.unfinished:
-            raise ValueError(f"request_id: expected an unfinished request, got {shown(request_id)}")
-        outputs = []
-        for request in list(self.unfinished[request_id]):
-            self._scheduler.waiting.extend(self.siblings.pop(request, []))
-            self._scheduler.finish(request)
-            outputs.append(self._take_out(request, "abort", None))
-        return outputs[0]
-
-    def deliver(self, new: Sequence[NewTokens], now: float) -> tuple[int, bool]:
-        """Append new tokens to their requests; an error ends its request alone.
-
-        Returns:
-            (number of tokens, True if the logits of a request gave no token).
-        """
-        num_generated, has_nan = 0, False
-        for tokens in new:
-            request = tokens.request
-            if request.slot < 0:  # it has ended since its step was launched
-                has_nan = has_nan or NO_TOKEN in tokens.ids
-                continue
-            request.num_output_placeholders = 0
-            before, reason, error = request.num_tokens, None, None
-            try:
-                reason = request.extend(tokens, now)
-                if reason is None and request.stream:
-                    self.deltas.append(_delta(request, before))
-            except Exception as cause:
-                reason, error = "error", failure(request, cause)
-            if reason == "nan":
-                has_nan = True
-                error = RequestError(
-                    f"{request}: expected logits whose largest is a number, got NaN, +inf, "
-                    f"or -inf alone for position {request.num_tokens}"
-                )
-            num_generated += request.num_tokens - before
-            if self.siblings and error is None:
-                self._scheduler.waiting.extendleft(reversed(self.siblings.pop(request, [])))
-            if reason is not None:
-                self._scheduler.finish(request)
-                self._end(request, reason, error, before)
-        return num_generated, has_nan
-
-    def _fail(self, request: Request, cause: Exception) -> None:
-        self._end(request, "error", failure(request, cause), request.num_tokens)
-
-    def _end(self, request: Request, reason: str, error: RequestError | None, before: int) -> None:
-        for one in (request, *self.siblings.pop(request, ())):
-            output = self._take_out(one, reason, error)
-            if one.stream:
-                self.deltas.append(_delta(one, before, output.finish_reason, output.error))
-            self.finished.append(output)
-
-    def _take_out(self, request: Request, reason: str, error: RequestError | None) -> RequestOutput:
-        samples = self.unfinished[request.request_id]
-        samples.remove(request)
-        if not samples:
-            del self.unfinished[request.request_id]
-        return request.output(reason, error)
-
-
 def failure(request: Request, cause: Exception) -> RequestError:
     """The error of a request in which ``cause`` was raised."""
     error = RequestError(
@@ -225,11 +132,3 @@ def failure(request: Request, cause: Exception) -> RequestError:
     )
     error.__cause__ = cause
     return error
-
-
-def _delta(
-    request: Request, before: int, reason: str | None = None, error: RequestError | None = None
-) -> OutputDelta:
-    text = "" if request.text is None else request.text.take()
-    ids = tuple(request.tokens[before:].tolist())
-    return OutputDelta(request.request_id, request.sample, ids, text, reason, error)

@@ -27,6 +27,7 @@ deliver     drafts verified, outputs handed to requests, the report
 """
 SCHEDULE, ALLOCATOR, DRAFT, TENSORS, MODEL, SAMPLE, WAIT, DELIVER = range(len(PARTS))
 MODEL_MATH = (MODEL, SAMPLE, WAIT)
+LAUNCHES = (TENSORS, MODEL, SAMPLE)  # parts that give the device work
 
 
 class StepClock:
@@ -57,17 +58,13 @@ class StepClock:
         self.wall[before] += wall - self._wall_at
         self.cpu[before] += cpu - self._cpu_at
         self._wall_at, self._cpu_at, self._part = wall, cpu, part
+        if part in LAUNCHES:
+            if self._device_end is not None:
+                self._gaps.append((self._device_end, self._now()))
+                self._device_end = None
+        elif before in LAUNCHES:
+            self._device_end = self._now()
         return before
-
-    def begin_device(self) -> None:
-        """Note that the device's work of a step begins."""
-        if self._device_end is not None:
-            self._gaps.append((self._device_end, self._now()))
-            self._device_end = None
-
-    def end_device(self) -> None:
-        """Note that all work of a step is launched."""
-        self._device_end = self._now()
 
     def forget_device(self) -> None:
         """Do not count the time from here to the next step."""

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from ..config.fields import MAX_INT32, NumTokens, Rule, TokenId, check_fields, floats, ints, shown
-from .outputs import NO_TOKEN, NewTokens, RequestError, RequestOutput, TokenLogprobs, failure
+from .outputs import RequestError, RequestOutput, TokenLogprobs, failure
 
 if TYPE_CHECKING:
     from quire.kvcore import Match
@@ -181,27 +181,6 @@ class Request:
         self.drafts = self.buffer[self.num_tokens : self.num_tokens + count]
         self.drafts[:] = token_ids[:count]
         self.draft_probs = probs
-
-    def extend(self, new: NewTokens, now: float) -> str | None:
-        """Append a step's tokens; return the finish reason if one was the last, or "nan"."""
-        for i, token in enumerate(new.ids):
-            if token == NO_TOKEN:
-                return "nan"
-            if new.logprobs is not None:
-                self.logprobs.append(new.logprobs[i])
-            self.buffer[self.num_tokens] = token
-            self.num_tokens += 1
-            self.drafts, self.draft_probs = self.buffer[:0], None
-            self.token_times.append(now)
-            if token in self.stop_ids:
-                self.stop_reason = token
-            elif self.text is not None:
-                self.stop_reason = self.text.append(token)
-            if self.stop_reason is not None:
-                return "stop"  # accepted drafts may go past the end
-            if self.num_tokens == self.capacity:
-                return "length"
-        return None
 
     def output(self, finish_reason: str, error: RequestError | None = None) -> RequestOutput:
         """The output; "error" where the rest of the text cannot be decoded."""

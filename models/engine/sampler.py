@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import sample_tokens
-from quire.kvcore.device import HostCopy, Staging, known_ids
+from quire.kvcore.device import Staging, known_ids
 
 from .outputs import TokenLogprobs
 from .request import Request, SamplingParams
@@ -29,7 +29,7 @@ TOKEN, ACCEPT, RESAMPLE, DRAFT = range(4)
 
 
 class Sampled:
-    """Tokens of one step, on their way to the host.
+    """Tokens of one step, on their way to the host, which goes on meanwhile.
 
     Args:
         device_ids: [num_rows] int64, `NO_TOKEN` for a row with NaN or +inf, or of -inf alone.
@@ -47,14 +47,23 @@ class Sampled:
         self.device_ids = device_ids.clamp_min(0)
         self._wanted, self._width = wanted, packed.shape[1]
         flat = packed.flatten()
-        self._copy = HostCopy(torch.cat([flat, drafts.double()]) if len(drafts) else flat)
+        self._host = torch.cat([flat, drafts.double()]) if len(drafts) else flat
+        self._arrived: torch.cuda.Event | None = None
+        if flat.is_cuda:
+            values = self._host
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
         self.ids: list[int] = []
         self.drafts: list[int] = []
         self.logprobs: list[TokenLogprobs | None] | None = None
 
     def wait(self) -> None:
         """Wait for the copy to the host."""
-        packed, width = self._copy.wait().tolist(), self._width
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        packed, width = self._host.tolist(), self._width
         end = len(self.device_ids) * width
         self.ids = list(map(int, packed[:end:width]))
         self.drafts = list(map(int, packed[end:]))

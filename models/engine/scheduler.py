@@ -1,4 +1,4 @@
-"""Requests of a step, and their new tokens. Integers only, and deterministic.
+"""Requests: which ones run in a step, and what its tokens add to them. Deterministic.
 
 Running requests are kept in order of admission. A step has up to ``max_num_batched_tokens`` tokens:
 first one token of each request that decodes, whose newest token alone is not computed yet. Then come
@@ -22,7 +22,8 @@ import numpy as np
 
 from quire.kvcore import KVCache, OutOfPages, StepPlan
 
-from .outputs import NewTokens
+from ..config.fields import shown
+from .outputs import NO_TOKEN, NewTokens, OutputDelta, RequestError, RequestOutput, failure
 from .report import ALLOCATOR, SCHEDULE, StepClock
 from .request import Request
 
@@ -153,11 +154,11 @@ class Scheduler:
     """Continuous batching over one `KVCache`.
 
     Attributes:
+        unfinished: samples of each unfinished request, by its id.
+        siblings: samples that wait until the prompt of the first one, the key, is computed.
         waiting, running: requests in order of arrival and of admission.
-        on_failure: called for a request that was taken out by an error of its own.
+        finished, deltas: outputs since the last report.
     """
-
-    on_failure: Callable[[Request, Exception], None]
 
     def __init__(
         self,
@@ -172,9 +173,32 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs = config.max_num_seqs
         self._max_prompt_rows = max_prompt_rows
+        self.unfinished: dict[str, list[Request]] = {}
+        self.siblings: dict[Request, list[Request]] = {}
+        self.finished: list[RequestOutput] = []
+        self.deltas: list[OutputDelta] = []
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._starved = False  # pages ran out and no request has ended since
+
+    def add(self, samples: list[Request]) -> None:
+        """Queue the samples of a request."""
+        first = samples[0]
+        self.unfinished[first.request_id] = samples
+        self.waiting.append(first)
+        if len(samples) > 1:
+            self.siblings[first] = samples[1:]
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """As `Engine.abort`."""
+        if not isinstance(request_id, str) or request_id not in self.unfinished:
+            raise ValueError(f"request_id: expected an unfinished request, got {shown(request_id)}")
+        outputs = []
+        for request in list(self.unfinished[request_id]):
+            self.waiting.extend(self.siblings.pop(request, []))
+            self._stop(request)
+            outputs.append(self._take_out(request, "abort", None))
+        return outputs[0]
 
     def pending(self) -> dict[Request, int]:
         """Tokens of each running request to compute; 0 where the last one is not known yet."""
@@ -235,18 +259,67 @@ class Scheduler:
                 chosen, _ = self._choose()  # the victims had the whole budget
         return None
 
-    def finish(self, request: Request) -> None:
-        """Take a request out, running or waiting; its pages stay findable until they are needed."""
+    def deliver(self, new: Sequence[NewTokens], now: float) -> tuple[int, bool]:
+        """Append new tokens to their requests; an error ends its request alone.
+
+        Returns:
+            (number of tokens, True if the logits of a request gave no token).
+        """
+        num_generated, has_nan = 0, False
+        for tokens in new:
+            request = tokens.request
+            if request.slot < 0:  # it has ended since its step was launched
+                has_nan = has_nan or NO_TOKEN in tokens.ids
+                continue
+            request.num_output_placeholders = 0
+            before, reason, error = request.num_tokens, None, None
+            try:
+                reason = _append(tokens, now)
+                if reason is None and request.stream:
+                    self.deltas.append(_delta(request, before))
+            except Exception as cause:
+                reason, error = "error", failure(request, cause)
+            if reason == "nan":
+                has_nan = True
+                error = RequestError(
+                    f"{request}: expected logits whose largest is a number, got NaN, +inf, "
+                    f"or -inf alone for position {request.num_tokens}"
+                )
+            num_generated += request.num_tokens - before
+            if self.siblings and error is None:
+                self.waiting.extendleft(reversed(self.siblings.pop(request, [])))
+            if reason is not None:
+                self._stop(request)
+                self._end(request, reason, error, before)
+        return num_generated, has_nan
+
+    def fail(self, request: Request, cause: Exception) -> None:
+        """End a request because of an error of its own."""
+        self._stop(request)
+        self._end(request, "error", failure(request, cause), request.num_tokens)
+
+    def _stop(self, request: Request) -> None:
+        """Let a request neither run nor wait; its pages stay findable until they are needed."""
         if request.slot < 0:
             self._stop_waiting(request)
             return
         self._release(request)
         self._starved = False
 
-    def fail(self, request: Request, error: Exception) -> None:
-        """Take a request out because of an error of its own."""
-        self.finish(request)
-        self.on_failure(request, error)
+    def _end(self, request: Request, reason: str, error: RequestError | None, before: int) -> None:
+        """Report a request that was stopped, and its siblings that wait for it."""
+        for one in (request, *self.siblings.pop(request, ())):
+            output = self._take_out(one, reason, error)
+            if one.stream:
+                self.deltas.append(_delta(one, before, output.finish_reason, output.error))
+            self.finished.append(output)
+
+    def _take_out(self, request: Request, reason: str, error: RequestError | None) -> RequestOutput:
+        samples = self.unfinished[request.request_id]
+        samples.remove(request)
+        if not samples:
+            del self.unfinished[request.request_id]
+        return request.output(reason, error)
 
     def take_back(self, requests: Collection[Request]) -> None:
         """Preempt the requests of a step that failed; which rows it wrote is unknown."""
@@ -394,7 +467,7 @@ class Scheduler:
                 # Prompt and output so far are the new prompt, whose cached part is found again.
                 request.match = self._timed(self.kv.match, request.tokens, salt=request.salt)
             except Exception as error:
-                self.on_failure(request, error)
+                self._end(request, "error", failure(request, error), request.num_tokens)
             else:
                 self.waiting.appendleft(request)
 
@@ -410,3 +483,36 @@ class Scheduler:
             return call(*arguments, **options)
         finally:
             self._clock.switch(before)
+
+
+def _append(new: NewTokens, now: float) -> str | None:
+    """Append a step's tokens to their request; return the finish reason if one was the last, or
+    "nan"."""
+    request = new.request
+    for i, token in enumerate(new.ids):
+        if token == NO_TOKEN:
+            return "nan"
+        if new.logprobs is not None:
+            request.logprobs.append(new.logprobs[i])
+        request.buffer[request.num_tokens] = token
+        request.num_tokens += 1
+        request.drafts, request.draft_probs = request.buffer[:0], None
+        request.token_times.append(now)
+        if token in request.stop_ids:
+            request.stop_reason = token
+        elif request.text is not None:
+            request.stop_reason = request.text.append(token)
+        if request.stop_reason is not None:
+            return "stop"  # accepted drafts may go past the end
+        if request.num_tokens == request.capacity:
+            return "length"
+    return None
+
+
+def _delta(
+    request: Request, before: int, reason: str | None = None, error: RequestError | None = None
+) -> OutputDelta:
+    """Tokens and text of a request since it had ``before`` tokens."""
+    text = "" if request.text is None else request.text.take()
+    ids = tuple(request.tokens[before:].tolist())
+    return OutputDelta(request.request_id, request.sample, ids, text, reason, error)

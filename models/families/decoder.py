@@ -1,17 +1,19 @@
 """Forward pass of all text models: embed, run the layers, norm, project.
 
-A layer, such as `llama.DecoderLayer`, computes q, k and v of the step's rows, rotates q and k, and
-calls ``attend(layer, q, k, v)``. Only ``attend`` knows pages and requests.
+The attention branch of a layer computes q, k and v of the step's rows, rotates q and k, and calls
+``attend(layer, q, k, v)``. Only ``attend`` knows pages and requests. The layers here are those of
+Llama; families that differ in more than a little have their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from quire.kernels import norm_rope
 from quire.kernels.common.checks import HEAD_DIMS, one_step
 from quire.kvcore.device import AttnMetadata
 
@@ -20,7 +22,7 @@ from ..engine.memory import ModelCache
 from ..layers.attention import Attend, PagedAttend
 from ..layers.basic import Embedding, Linear, RMSNorm, Stacked, WeightPlacement
 from ..layers.kv_cache import E4M3, PageTensors, cache_groups, num_tensors
-from ..layers.rotary import inverse_frequencies, rotary_angles
+from ..layers.rotary import inverse_frequencies
 from ..layers.shared_layers import SharedAttend
 from ..layers.unpaged_attention import Stored, UnpagedAttend
 from ..parallel.group import Group
@@ -44,9 +46,87 @@ def rope_frequencies(config: ModelConfig, device: torch.device) -> dict[str, Ten
 def rotary_of(
     config: ModelConfig, frequencies: dict[str, Tensor], positions: Tensor
 ) -> dict[str, Rotary]:
-    """Cosines and sines of each kind of layer at positions [num_rows] int64."""
-    amplitude = config.full.rope.amplitude
-    return {kind: rotary_angles(positions, own, amplitude) for kind, own in frequencies.items()}
+    """Cosines and sines [num_rows, head_dim // 2] fp32 of each kind of layer at positions [num_rows]
+    int64."""
+    rotary, amplitude = {}, config.full.rope.amplitude
+    for kind, own in frequencies.items():
+        angles = positions.float()[:, None] * own
+        cos, sin = angles.cos(), angles.sin()
+        rotary[kind] = (cos, sin) if amplitude == 1.0 else (cos * amplitude, sin * amplitude)
+    return rotary
+
+
+class Attention(nn.Module):
+    """Projections and RoPE around the attention operator of one layer.
+
+    Attributes:
+        has_sinks: True if every head has a logit that joins the denominator of its softmax only.
+        q_norm, k_norm: norms of the heads of queries and keys, before RoPE; None, where a family
+            sets none.
+    """
+
+    has_sinks: ClassVar[bool] = False
+
+    def __init__(self, config: ModelConfig, layer: int, place: WeightPlacement) -> None:
+        super().__init__()
+        shape, size, bias = config.attention(layer), config.hidden_size, config.attention_bias
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.layer = layer
+        self.num_kv_heads = shape.num_kv_heads
+        self.head_dim = shape.head_dim
+        self.q_proj = Linear(size, q_size, place, bias=bias)
+        self.k_proj = Linear(size, kv_size, place, bias=bias)
+        self.v_proj = Linear(size, kv_size, place, bias=bias)
+        self.o_proj = Linear(q_size, size, place, bias=bias, group=place.group)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        self.eps = config.rms_norm_eps
+        self.qkv = Stacked(self.q_proj, self.k_proj, self.v_proj)
+        self.sinks = place.empty(shape.num_heads) if self.has_sinks else None
+
+    def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        """Attention of x [num_tokens, hidden_size], projections included."""
+        sinks = None if self.sinks is None else self.sinks.float()
+        qkv, count = self.qkv(x).view(x.shape[0], -1, self.head_dim), self.num_kv_heads
+        qk = norm_rope(
+            qkv,
+            *rotary,
+            num_kv_heads=count,
+            q_weight=None if self.q_norm is None else self.q_norm.weight,
+            k_weight=None if self.k_norm is None else self.k_norm.weight,
+            eps=self.eps,
+            impl=attend.impl,
+        )
+        q, k, v = qk[:, :-count], qk[:, -count:], qkv[:, -count:]
+        out = attend(self.layer, q, k, v, sinks=sinks)
+        return self.o_proj(out.flatten(1))
+
+
+class DecoderLayer(nn.Module):
+    """``attention`` and ``mlp`` branches of one layer, with a norm before each."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, place: WeightPlacement, attention: nn.Module,
+        mlp: nn.Module,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.kind = config.layer_types[layer]
+        self.self_attn = attention
+        self.mlp = mlp
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+
+    def forward(
+        self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, norm: RMSNorm
+    ) -> Tensor:
+        """The residual stream after the layer and ``norm``, the one that comes next.
+
+        x: [num_tokens, hidden_size], normed; residual: in that shape, updated in place.
+        """
+        impl = attend.impl
+        x = self.self_attn(x, rotary, attend)
+        x = self.post_attention_layernorm.after(x, residual, impl=impl)
+        return norm.after(self.mlp(x, impl), residual, impl=impl)
 
 
 class Decoder(nn.Module):
@@ -189,15 +269,13 @@ class Decoder(nn.Module):
         config = self.config
         if not config.num_kv_shared_layers:
             attend = PagedAttend(config, attn, pool, impl=impl)
-            hidden = self.run_layers(input_ids, positions, attend)
         else:
             # Where each sequence has one token, choosing rows saves nothing.
             rows = None if return_hidden or attn.max_seqlen_q == 1 else logits_rows
             attend = SharedAttend(config, attn, pool, positions=positions, rows=rows, impl=impl)
-            hidden = self.run_layers(input_ids, positions, attend)
+        logits, hidden = self.run(input_ids, positions, attend, logits_rows)
+        if config.num_kv_shared_layers:
             attend.finish()
-        chosen = hidden if logits_rows is None or attend.rows is not None else hidden[logits_rows]
-        logits = self.logits(chosen)
         return (logits, hidden) if return_hidden else logits
 
     @torch.inference_mode()
@@ -211,41 +289,39 @@ class Decoder(nn.Module):
         positions = torch.arange(len(input_ids), device=input_ids.device)
         rows = logits_rows if self.config.num_kv_shared_layers > 0 else None
         attend = UnpagedAttend(self.config, rows=rows, stored=stored)
-        hidden = self.run_layers(input_ids, positions, attend)
-        return self.logits(
-            hidden if logits_rows is None or rows is not None else hidden[logits_rows]
-        )
+        return self.run(input_ids, positions, attend, logits_rows)[0]
 
     @torch.inference_mode()
-    def run_layers(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [num_tokens, hidden_size] after all layers and the last norm.
+    def run(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, logits_rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [num_rows, vocab_size] fp32, and hidden states [num_tokens, hidden_size] after all
+        layers and the last norm.
 
-        From the first layer without its own keys and values on, only ``attend.rows`` of them.
+        From the first layer without its own keys and values on, only ``attend.rows`` of them, which
+        are then those with logits.
         """
-        x, inputs, layers = self.embed_tokens(input_ids), None, list(self.layers)
-        rotary = rotary_of(self.config, self.frequencies, positions)
-        if self.config.per_layer_input_size:
+        config, layers = self.config, list(self.layers)
+        x, inputs = self.embed_tokens(input_ids), None
+        rotary = rotary_of(config, self.frequencies, positions)
+        if config.per_layer_input_size:
             inputs = self.per_layer_inputs(input_ids, x)
         branch = layers[0].input_layernorm.after(x, impl=attend.impl)
-        num_owners = self.config.num_kv_owners
+        num_owners = config.num_kv_owners
         for i, layer in enumerate(layers):
             if i == num_owners and (rows := attend.rows) is not None:
                 branch, x = branch[rows], x[rows]
                 if len(rows) == 0:
-                    return branch
+                    break
                 rotary = {kind: (cos[rows], sin[rows]) for kind, (cos, sin) in rotary.items()}
                 inputs = None if inputs is None else inputs[rows]
             norm = self.norm if i + 1 == len(layers) else layers[i + 1].input_layernorm
             own = () if inputs is None else (inputs[:, i],)
             branch = layer(branch, x, rotary[layer.kind], attend, norm, *own)
-        return branch
+        chosen = branch if logits_rows is None or attend.rows is not None else branch[logits_rows]
+        softcap = config.final_logit_softcapping
+        return self.embed_tokens.logits(chosen, self.lm_head, softcap=softcap), branch
 
     def per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor:
         """Inputs of layers beside x, [num_tokens, num_layers, per_layer_input_size]."""
         raise NotImplementedError
-
-    def logits(self, x: Tensor) -> Tensor:
-        """Logits [num_rows, vocab_size] fp32 of normed rows [num_rows, hidden_size]."""
-        logits = self.embed_tokens.logits(x, self.lm_head)
-        cap = self.config.final_logit_softcapping
-        return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -163,7 +163,7 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, norm: RMSNorm,
         per_layer_input: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """As `llama.DecoderLayer`; per_layer_input: [num_tokens, per_layer_input_size]."""
+        """As `decoder.DecoderLayer`; per_layer_input: [num_tokens, per_layer_input_size]."""
         impl = attend.impl
         x, post = self.self_attn(x, rotary, attend), self.post_attention_layernorm
         x = self.pre_feedforward_layernorm.after(x, residual, post=post, impl=impl)

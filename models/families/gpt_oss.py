@@ -20,7 +20,8 @@ from ..config.keys import LayeredKeys, common_keys, layer_keys, read_rope
 from ..config.model import ModelConfig, MoEConfig
 from ..layers.basic import Linear, WeightPlacement, linear_fp32
 from ..loading.random_weights import draw
-from .llama import Attention, Llama
+from .decoder import Attention
+from .llama import Llama
 from .registry import Family, register_family
 
 SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}

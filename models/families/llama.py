@@ -1,4 +1,4 @@
-"""Llama text models. Families that differ in a little derive from these classes.
+"""Llama text models. Families that differ in a little derive from `Llama`.
 
 Source: transformers ``modeling_llama``, ``configuration_llama``.
 """
@@ -9,17 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
-
-from quire.kernels import norm_rope
+from torch import nn
 
 from ..config import fields
 from ..config.fields import only, read_fields
 from ..config.keys import TextKeys, common_keys, read_rope
 from ..config.model import FULL, ModelConfig
-from ..layers.attention import Attend
-from ..layers.basic import MLP, Linear, RMSNorm, Stacked, WeightPlacement
-from .decoder import Decoder, Rotary
+from ..layers.basic import MLP
+from .decoder import Attention, Decoder, DecoderLayer
 from .registry import Family, register_family
 
 
@@ -61,69 +58,6 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Write config.json."""
     more = {"hidden_act": "silu", "mlp_bias": False}
     return common_keys(config, "LlamaForCausalLM") | more
-
-
-class Attention(nn.Module):
-    """Projections and RoPE around the attention operator of one layer.
-
-    has_sinks: True if every head has a logit that joins the denominator of its softmax only.
-    """
-
-    has_sinks: ClassVar[bool] = False
-
-    def __init__(self, config: ModelConfig, layer: int, place: WeightPlacement) -> None:
-        super().__init__()
-        shape, size, bias = config.attention(layer), config.hidden_size, config.attention_bias
-        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.layer = layer
-        self.num_kv_heads = shape.num_kv_heads
-        self.head_dim = shape.head_dim
-        self.q_proj = Linear(size, q_size, place, bias=bias)
-        self.k_proj = Linear(size, kv_size, place, bias=bias)
-        self.v_proj = Linear(size, kv_size, place, bias=bias)
-        self.o_proj = Linear(q_size, size, place, bias=bias, group=place.group)
-        self.qkv = Stacked(self.q_proj, self.k_proj, self.v_proj)
-        self.sinks = place.empty(shape.num_heads) if self.has_sinks else None
-
-    def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        """Attention of x [num_tokens, hidden_size], projections included."""
-        sinks = None if self.sinks is None else self.sinks.float()
-        qkv, count = self.qkv(x).view(x.shape[0], -1, self.head_dim), self.num_kv_heads
-        qk = self.rotated(qkv, rotary, attend.impl)
-        q, k, v = qk[:, :-count], qk[:, -count:], qkv[:, -count:]
-        out = attend(self.layer, q, k, v, sinks=sinks)
-        return self.o_proj(out.flatten(1))
-
-    def rotated(self, qkv: Tensor, rotary: Rotary, impl: str | None) -> Tensor:
-        """Queries and keys after RoPE; qkv: [num_tokens, all heads, head_dim]."""
-        return norm_rope(qkv, *rotary, num_kv_heads=self.num_kv_heads, impl=impl)
-
-
-class DecoderLayer(nn.Module):
-    """``attention`` and ``mlp`` branches of one layer, with a norm before each."""
-
-    def __init__(
-        self, config: ModelConfig, layer: int, place: WeightPlacement, attention: nn.Module,
-        mlp: nn.Module,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.kind = config.layer_types[layer]
-        self.self_attn = attention
-        self.mlp = mlp
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
-
-    def forward(
-        self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, norm: RMSNorm
-    ) -> Tensor:
-        """The residual stream after the layer and ``norm``, the one that comes next.
-
-        x: [num_tokens, hidden_size], normed; residual: in that shape, updated in place.
-        """
-        impl = attend.impl
-        x = self.self_attn(x, rotary, attend)
-        x = self.post_attention_layernorm.after(x, residual, impl=impl)
-        return norm.after(self.mlp(x, impl), residual, impl=impl)
 
 
 class Llama(Decoder):

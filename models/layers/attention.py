@@ -79,18 +79,17 @@ class PagedAttend:
         v: Tensor | None = None,
         *,
         sinks: Tensor | None = None,
+        writes: bool = True,
     ) -> Tensor:
-        """Attend over pages and the rows ``k``, ``v``, then write the rows (see `Attend.__call__`)."""
-        assert k is not None and v is not None, "a layer that shares keys needs `SharedAttend`"
-        if self._attn.replay_rows is not None:
-            k, v = self._with_cached(layer, k, v)
-        out = self._attend(layer, q, k, v, sinks)
-        self._write(layer, k, v)
-        return out
+        """Attend over pages and the rows ``k``, ``v``, then write the rows (see `Attend.__call__`).
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        writes: False = do not write them.
+        """
+        assert k is not None and v is not None, "a layer that shares keys needs `SharedAttend`"
         attn, cache = self._attn, self._pool.layers[layer]
-        return attention_for(cache.sliding_window)(
+        if attn.replay_rows is not None:
+            k, v = self._with_cached(layer, k, v)
+        out = attention_for(cache.sliding_window)(
             q,
             cache.k_pages,
             cache.v_pages,
@@ -108,6 +107,9 @@ class PagedAttend:
             sinks=sinks,
             impl=self.impl,
         )
+        if writes:
+            self._write(layer, k, v)
+        return out
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         cache = self._pool.layers[layer]

@@ -122,6 +122,9 @@ class Stacked:
 
     Each layer keeps its part of the weight under its own name, as checkpoints have it. Layers have
     one in_size, all have a bias or none; they get new weights, uninitialized.
+
+    Attributes:
+        out_sizes: of each layer.
     """
 
     def __init__(self, *layers: Linear) -> None:
@@ -130,37 +133,32 @@ class Stacked:
 
     def allocate(self, device: torch.device) -> None:
         """Give the layers new weights, uninitialized, on ``device``."""
-        first, self._rows = self.layers[0], [len(layer.weight) for layer in self.layers]
+        first, self.out_sizes = self.layers[0], [len(layer.weight) for layer in self.layers]
         names = ("weight",) if first.bias is None else ("weight", "bias")
         whole = {}
         for name in names:
             like = getattr(first, name)
-            whole[name] = like.new_empty(sum(self._rows), *like.shape[1:], device=device)
-            for layer, part in zip(self.layers, whole[name].split(self._rows), strict=True):
+            whole[name] = like.new_empty(sum(self.out_sizes), *like.shape[1:], device=device)
+            for layer, part in zip(self.layers, whole[name].split(self.out_sizes), strict=True):
                 setattr(layer, name, nn.Parameter(part, requires_grad=False))
         self._weight, self._bias = whole["weight"], whole.get("bias")
         owners = [(layer._parameters, name) for layer in self.layers for name in names]
         self._addresses = [(own, name, own[name].data_ptr()) for own, name in owners]
 
-    @property
-    def is_whole(self) -> bool:
-        """False once a layer was given another weight, such as an fp8 one."""
+    def __call__(self, x: Tensor, *, fp32: bool = False) -> Tensor:
+        """The products side by side: [num_tokens, sum of ``out_sizes``].
+
+        fp32: those of `linear_fp32`, without biases.
+        """
         for own, name, address in self._addresses:
             if own[name] is None or own[name].data_ptr() != address:
-                return False
-        return True
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The products side by side: [num_tokens, sum of the out_sizes]."""
-        if self.is_whole:
-            return F.linear(x, self._weight, self._bias)
-        return torch.cat([layer(x) for layer in self.layers], dim=-1)
-
-    def fp32(self, x: Tensor) -> list[Tensor]:
-        """The product of each layer as of `linear_fp32`, without biases."""
-        if not self.is_whole:
-            return [linear_fp32(x, layer.matrix(x.dtype)) for layer in self.layers]
-        return list(linear_fp32(x, self._weight).split(self._rows, dim=-1))
+                # A layer was given another weight, such as an fp8 one.
+                if fp32:
+                    each = [linear_fp32(x, layer.matrix(x.dtype)) for layer in self.layers]
+                else:
+                    each = [layer(x) for layer in self.layers]
+                return torch.cat(each, dim=-1)
+        return linear_fp32(x, self._weight) if fp32 else F.linear(x, self._weight, self._bias)
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
@@ -203,15 +201,19 @@ class Embedding(nn.Module):
             rows = group.sum(rows.masked_fill_(foreign[:, None], 0.0))
         return rows if self.scale == 1.0 else rows * self.scale
 
-    def logits(self, x: Tensor, projection: Linear | None = None) -> Tensor:
-        """Logits [num_rows, vocab_size] fp32 of x [num_rows, size].
+    def logits(
+        self, x: Tensor, projection: Linear | None = None, *, softcap: float | None = None
+    ) -> Tensor:
+        """Logits [num_rows, vocab_size] fp32 of normed rows x [num_rows, size].
 
-        projection: output projection; None = this table.
+        projection: output projection; None = this table. softcap: logits become softcap *
+        tanh(logits / softcap).
         """
         logits = F.linear(x, self.weight) if projection is None else projection(x)
         if self.group is not None:
             logits = self.group.gather(logits)[:, : self.vocab_size].contiguous()
-        return logits.float()
+        logits = logits.float()
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 class MLP(nn.Module):

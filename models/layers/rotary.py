@@ -1,4 +1,4 @@
-"""Rotary embedding: frequencies of channel pairs, and angles of positions."""
+"""Rotary embedding: frequencies of channel pairs, and a rotation in plain torch."""
 
 from __future__ import annotations
 
@@ -51,19 +51,6 @@ def _unscaled_share(rope: RopeConfig, frequencies: Tensor) -> Tensor:
     first, last = max(first, 0), min(last, 2 * num_pairs - 1)
     width = last - first or 0.001
     return 1 - ((torch.arange(num_pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
-
-
-def rotary_angles(
-    positions: Tensor, frequencies: Tensor, amplitude: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of every position's angles, times ``amplitude``.
-
-    Each is [num_tokens, head_dim // 2] fp32; positions: [num_tokens] int64.
-    """
-    angles = positions.float()[:, None] * frequencies
-    if amplitude == 1.0:
-        return angles.cos(), angles.sin()
-    return angles.cos() * amplitude, angles.sin() * amplitude
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:

@@ -142,7 +142,7 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
     slow(engine.runner, "forward", 800)
     slow(engine, "_sampler", 1600)
     slow(Sampled, "wait", 6400)
-    slow(engine.outputs, "deliver", 3200)
+    slow(engine.scheduler, "deliver", 3200)
     engine.add_request(prompt(20), SamplingParams(max_tokens=2))
     steps = [engine.step(), engine.step()]
     assert not engine.has_work and report.PARTS == (

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from quire.kernels import sample_tokens
-from quire.kvcore.device import HostCopy, Staging
+from quire.kvcore.device import Staging
 from quire.kvcore.invariants import check_index
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.host_tier import PageCopier
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.sampler import draw_columns, uniform
+from quire.models.engine.sampler import Sampled, draw_columns, uniform
 from quire.models.engine.speculative import NGramDrafter
 from tests.support.models.toy import PAGE_BYTES, VOCAB, ToyModel, plain_logits
 
@@ -171,7 +171,7 @@ def disturb(engine, what, rng, monkeypatch):
         "tensors": (engine.runner.builder._staging, "send"),
         "written": (engine.model, "forward"),
         "sample": (engine, "_sampler"),
-        "wait": (HostCopy, "wait"),
+        "wait": (Sampled, "wait"),
         "evict": (engine.kv.index, "_evict_one"),
         "copy": (PageCopier, "_copy"),
     }[what]

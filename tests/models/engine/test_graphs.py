@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kvcore.device import HostCopy
 from quire.models.deepseek_v4.drafters import MTPDrafter
 from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.engine import graphs
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
+from quire.models.engine.sampler import Sampled
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import prompt
 from tests.support.models.captured import KERNELS, Captures, Waits, captured_engine
@@ -185,11 +185,11 @@ def test_a_decode_step_waits_for_its_tokens_only(name, is_async, num_drafts, mon
     for module, kernel in KERNELS:
         monkeypatch.setattr(module, kernel, waits.unseen(getattr(module, kernel)))
     engine.step(), engine.step()  # prompts; a replay
-    wait = HostCopy.wait
-    monkeypatch.setattr(HostCopy, "wait", lambda copy: calls.append(copy) or wait(copy))
+    wait = Sampled.wait
+    monkeypatch.setattr(Sampled, "wait", lambda copy: calls.append(copy) or wait(copy))
     for _ in range(7):  # past the end of a block
         waits.found.clear(), calls.clear()
-        before = engine._in_flight.sampled._copy if is_async else None
+        before = engine._in_flight.sampled if is_async else None
         with waits:
             told = engine.step()
         assert told.num_generated >= 3 and told.num_drafts == 3 * num_drafts

@@ -6,10 +6,9 @@ import threading
 
 import pytest
 
-from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.engine import Engine, EngineConfig, interrupts_wait
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
-from quire.models.interrupts import interrupts_wait
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from tests.support.models.few import few

@@ -11,9 +11,10 @@ import torch
 
 from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
+from quire.models.engine import scheduler
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.outputs import RequestError
-from quire.models.engine.request import Request, SamplingParams
+from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.generate import main
 from quire.models.llm import LLM
@@ -194,13 +195,13 @@ def run_faulty(monkeypatch, name="", at=0):
     with monkeypatch.context() as patch:
         wrap(engine.kv, "match", is_bad_match)
         wrap(drafter, "propose", lambda requests: bad[0] in requests)
-        wrap(Request, "extend", lambda request, *_: request is bad[0])
+        wrap(engine.scheduler, "_append", lambda new, *_: new.request is bad[0])
         wrap(TextStream, "append", lambda text, *_: text is bad[0].text)
         params = SamplingParams(40, ignore_eos=True, stop="~~", temperature=0.5, seed=4)
         for request_id, prompt in PROMPTS.items():
             engine.add_request(prompt, params, request_id=request_id, stream=True)
             if request_id == "bad":
-                bad.extend(engine.outputs.unfinished["bad"])
+                bad.extend(engine.scheduler.unfinished["bad"])
         outputs, texts = {}, Counter()
         while engine.has_work:
             report = engine.step()
@@ -208,11 +209,11 @@ def run_faulty(monkeypatch, name="", at=0):
             for delta in report.deltas:
                 texts[delta.request_id] = (texts[delta.request_id] or "") + delta.text
             engine.kv.check_invariants()
-    assert engine.kv.stats()["pages_in_use"] == 0 and not engine.outputs.siblings
+    assert engine.kv.stats()["pages_in_use"] == 0 and not engine.scheduler.siblings
     return outputs, texts, engine, calls
 
 
-@pytest.mark.parametrize("name", ["extend", "append", "match", "propose"])
+@pytest.mark.parametrize("name", ["_append", "append", "match", "propose"])
 def test_an_exception_at_any_call_for_one_request_ends_it_alone(name, monkeypatch):
     whole, whole_texts, engine, calls = run_faulty(monkeypatch)
     assert engine.totals.num_preempted > 0 and whole["bad"].error is None and calls[name] > 0

@@ -81,4 +81,4 @@ def test_samples_follow_the_first_one_before_requests_that_came_later():
         ended += [(o.request_id, o.sample) for o in run.step().finished]
     assert ended == [("0", 0), ("0", 1), ("0", 2), ("1", 0)]
     run.abort(run.add_request([5] * 20, SamplingParams(2, n=3)))  # before its prompt ran
-    assert not run.has_work and not run.outputs.siblings and not run.scheduler.waiting
+    assert not run.has_work and not run.scheduler.siblings and not run.scheduler.waiting
