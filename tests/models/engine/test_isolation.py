@@ -11,7 +11,6 @@ import torch
 
 from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
-from quire.models.engine import scheduler
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.outputs import RequestError
 from quire.models.engine.request import SamplingParams
