@@ -107,7 +107,7 @@ def collapse_streams(
             eps=float(eps), num_tokens=num_tokens, num_splits=splits, iterations=iterations,
             NUM_STREAMS=n, BLOCK_STREAMS=next_power_of_2(n), HIDDEN=hidden_size,
             BLOCK_HIDDEN=next_power_of_2(hidden_size), FN_ROWS=fn_rows, ROWS=rows,
-            MAX_SPLITS=MAX_SPLITS, num_warps=8,
+            MAX_SPLITS=MAX_SPLITS, num_warps=8, **launching.EQUAL_SUMS,
         )  # fmt: skip
     return out, post, comb
 
