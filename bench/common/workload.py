@@ -67,6 +67,11 @@ class Workload:
         return max(sum(len(t.token_ids) + t.max_tokens for t in s) for s in self.sessions)
 
 
+def retention(text: str) -> str | int:
+    """Type of an option: a retention by name, or an interval in tokens."""
+    return int(text) if text.isdecimal() else text
+
+
 def scaled(length: int, scale: float) -> int:
     """length * scale, rounded, and at least 1."""
     return max(1, round(length * scale))

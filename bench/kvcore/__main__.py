@@ -15,7 +15,6 @@ if __name__ == "__main__":
 
     run("quire.bench.kvcore.__main__")
 
-import json
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -23,6 +22,7 @@ from importlib.util import find_spec
 
 from quire.models.command import Parser, integer, output_file, program
 
+from ..common.results import write_json
 from .measure import SPECS, Row, full_pool, show, spec_rows
 
 VLLM_VERSION = "0.33"
@@ -64,8 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += new
     if find_spec("vllm") is None:
         print("vllm not installed: no comparison", file=sys.stderr)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    write_json(args.json, rows)
     return 0
 
 
@@ -73,13 +72,9 @@ def _parser() -> Parser:
     parser = Parser("bench.kvcore", __doc__)
     add = parser.add_argument
     add("--model", choices=list(MODELS), default="all", help="its cache groups; default: all")
-    add(
-        "--repeats",
-        type=integer(0, 10**6),
-        default=3,
-        help="runs of the million-token prompt; default: 3",
-    )
-    add("--steps", type=integer(most=10**6), default=300, help="decode steps to time; default: 300")
+    runs, steps = integer(0, 10**6), integer(most=10**6)
+    add("--repeats", type=runs, default=3, help="runs of the million-token prompt; default: 3")
+    add("--steps", type=steps, default=300, help="decode steps to time; default: 300")
     sizes = {"type": integer(most=65536), "nargs": "*", "default": [256, 4096]}
     add("--requests", **sizes, help="decode batch sizes; default: 256 4096")
     add("--json", type=output_file, metavar="FILE", help="write the rows as a list of objects")

@@ -73,7 +73,7 @@ from quire.models.tokenizer import NUM_SPECIAL
 from ..common.floors import device_rates
 from ..common.results import require_matplotlib, write_json
 from ..common.traces import load_mooncake
-from ..common.workload import Workload, chat_workload, trace_workload
+from ..common.workload import Workload, chat_workload, retention, trace_workload
 from .build import BenchModel, build_model
 from .drive import Key, WorkloadRun, run_workload
 from .plot import save_plot
@@ -259,10 +259,6 @@ def _settings(args: argparse.Namespace, device: torch.device, workload: Workload
     )
 
 
-def _retention(text: str) -> str | int:
-    return int(text) if text.isdecimal() else text
-
-
 def _parser() -> Parser:
     parser = Parser("bench.prefill_decode", __doc__)
     add, count = parser.add_argument, integer()
@@ -286,7 +282,7 @@ def _parser() -> Parser:
     add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help=pages)
     add("--impl", choices=IMPLS, help="kernels; default: triton on a GPU, else torch")
     kept = "boundaries that stay resumable: auto (default), latest, dense, or a number of tokens"
-    add("--retention", type=_retention, default="auto", metavar="R", help=kept)
+    add("--retention", type=retention, default="auto", metavar="R", help=kept)
     # One: small products gain little from more, and waiting for a busy core costs much.
     add("--threads", type=threads, default=1, metavar="N", help="CPU threads of torch; default: 1")
     most_pages, tokens = integer(most=MAX_PAGES), integer(most=MAX_TOKENS)

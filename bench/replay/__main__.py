@@ -33,6 +33,7 @@ from quire.models.integrations import require
 
 from ..common.results import require_matplotlib, table, write_json
 from ..common.traces import LOADERS
+from ..common.workload import retention
 from ..kvcore.__main__ import VLLM_VERSION
 from .experiment import EVICTIONS, Row, empty_cache, pool_pages, run_grid
 from .generators import GENERATORS
@@ -89,11 +90,6 @@ def make_workload(text: str, limit: int | None, seed: int) -> TraceWorkload:
         except ValueError as error:
             raise ValueError(f"workload: {name}: {key}: {error}") from error
     return TraceWorkload(text, GENERATORS[name](**options)[:limit])
-
-
-def retention(text: str) -> str | int:
-    """Type of an option: a retention by name, or an interval in tokens."""
-    return int(text) if text.isdecimal() else text
 
 
 def vllm_interval(text: str) -> int | None:
