@@ -111,7 +111,7 @@ def _adjust(model: Decoder, config: ModelConfig, sharpness: float) -> None:
     for layer in model.layers:
         attention = layer.self_attn
         factor = sharpness / (config.softmax_scale * attention.head_dim**0.5)
-        if hasattr(attention, "q_norm"):
+        if attention.q_norm is not None:
             _scale_norm(attention.q_norm, factor)
         else:
             for weight in attention.q_proj.parameters():
