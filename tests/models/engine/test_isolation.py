@@ -11,6 +11,7 @@ import torch
 
 from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
+from quire.models.engine import scheduler
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.outputs import RequestError
 from quire.models.engine.request import SamplingParams
@@ -194,7 +195,7 @@ def run_faulty(monkeypatch, name="", at=0):
     with monkeypatch.context() as patch:
         wrap(engine.kv, "match", is_bad_match)
         wrap(drafter, "propose", lambda requests: bad[0] in requests)
-        wrap(engine.scheduler, "_append", lambda new, *_: new.request is bad[0])
+        wrap(scheduler, "_append", lambda new, *_: new.request is bad[0])
         wrap(TextStream, "append", lambda text, *_: text is bad[0].text)
         params = SamplingParams(40, ignore_eos=True, stop="~~", temperature=0.5, seed=4)
         for request_id, prompt in PROMPTS.items():
