@@ -142,6 +142,8 @@ def expand_streams(
 
     Raises:
         NotImplementedError: Triton with more than 8 streams or 16384 channels.
+
+    Source: as of ``collapse_streams``.
     """
     chosen = checks.accept(impl, _check_expand, streams, y, post, comb, rows, weights)
     if chosen == "torch":

@@ -203,7 +203,6 @@ class PoolPages:
 
     Attributes:
         addresses: [num_tensors] int64, addresses of the tensors, on their device.
-
     """
 
     tensors: Sequence[Tensor]

@@ -63,10 +63,7 @@ def accept(
         if len(_passed) >= MAX_PASSED:
             _passed.clear()
         _passed.add(signature)
-    first = values[0]
-    if impl is None:
-        return "triton" if first.is_cuda else "torch"
-    return implementation(impl, first)
+    return implementation(impl, values[0])
 
 
 def expect_impl(impl: str | None, device_type: str) -> None:
@@ -270,11 +267,17 @@ def expect_decodes(
 ) -> None:
     if max_seq_len is not None:
         expect_int("max_seq_len", max_seq_len, 0)
-    if num_decodes is None:
-        num_decodes = num_seqs if max_seqlen_q <= 1 else 0
+    num_decodes = decodes_of(num_decodes, num_seqs, max_seqlen_q)
     expect_int("num_decodes", num_decodes, 0, num_seqs)
     if num_decodes == num_seqs:  # no prefill kernel is launched for longer sequences
         expect_longest(num_tokens, num_seqs, max_seqlen_q)
+
+
+def decodes_of(num_decodes: int | None, num_seqs: int, max_seqlen_q: int) -> int:
+    """The given ``num_decodes``, or the default: all sequences if none has two new tokens."""
+    if num_decodes is None:
+        return num_seqs if max_seqlen_q <= 1 else 0
+    return num_decodes
 
 
 def check_batch(call: Any, name: str, table: torch.Tensor, head_dim_v: int) -> None:
@@ -300,10 +303,8 @@ def complete(call: Any, check: Callable[[Any], None], impl: str | None) -> str:
         # The bound differs from step to step, and says nothing of the tensors.
         values = values | {"max_seq_len": None}
     chosen = accept(impl, check, call, values=values.values())
-    if call.num_decodes is None:
-        call.num_decodes = call.num_seqs if call.max_seqlen_q <= 1 else 0
-    scale = call.q.shape[2] ** -0.5 if call.softmax_scale is None else call.softmax_scale
-    call.softmax_scale = float(scale)
+    call.num_decodes = decodes_of(call.num_decodes, call.num_seqs, call.max_seqlen_q)
+    call.softmax_scale = softmax_factor(call.softmax_scale, call.q.shape[2])
     if call.sliding_window is not None:
         call.sliding_window = min(call.sliding_window, MAX_TOKENS)
     return chosen
