@@ -75,7 +75,7 @@ class RopeConfig:
             if least is not None and most is not None and least >= most:
                 raise ValueError(f"{low}: expected less than {high}={most}, got {least}")
 
-    @property
+    @cached_property
     def amplitude(self) -> float:
         """Factor of cosine and sine."""
         if self.rope_type != "yarn":

@@ -79,17 +79,18 @@ class PagedAttend:
         v: Tensor | None = None,
         *,
         sinks: Tensor | None = None,
-        writes: bool = True,
     ) -> Tensor:
-        """Attend over pages and the rows ``k``, ``v``, then write the rows (see `Attend.__call__`).
-
-        writes: False = do not write them.
-        """
+        """Attend over pages and the rows ``k``, ``v``, then write the rows (see `Attend.__call__`)."""
         assert k is not None and v is not None, "a layer that shares keys needs `SharedAttend`"
-        attn, cache = self._attn, self._pool.layers[layer]
-        if attn.replay_rows is not None:
+        if self._attn.replay_rows is not None:
             k, v = self._with_cached(layer, k, v)
-        out = attention_for(cache.sliding_window)(
+        out = self._attend(layer, q, k, v, sinks)
+        self._write(layer, k, v)
+        return out
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        attn, cache = self._attn, self._pool.layers[layer]
+        return attention_for(cache.sliding_window)(
             q,
             cache.k_pages,
             cache.v_pages,
@@ -107,9 +108,6 @@ class PagedAttend:
             sinks=sinks,
             impl=self.impl,
         )
-        if writes:
-            self._write(layer, k, v)
-        return out
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         cache = self._pool.layers[layer]

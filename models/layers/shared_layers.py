@@ -73,12 +73,12 @@ class SharedAttend(PagedAttend):
             donor = self._config.kv_donor(layer)
             if self.rows is not None:
                 return self._attend_gathered(self._gathered[donor], q)
-            return super().__call__(donor, q, *self._new[donor], sinks=sinks, writes=False)
+            return self._attend(donor, q, *self._new[donor], sinks)
         if layer not in self._donors:
             return super().__call__(layer, q, k, v, sinks=sinks)
         if self._attn.replay_rows is not None:
             k, v = self._with_cached(layer, k, v)
-        out = super().__call__(layer, q, k, v, sinks=sinks, writes=False)
+        out = self._attend(layer, q, k, v, sinks)
         if self.rows is None:
             self._new[layer] = k, v  # written after the layers that share them
         elif self._pool.layers[layer].sliding_window is None:
