@@ -91,3 +91,25 @@ def test_the_copied_buffer_has_a_largest_size(monkeypatch):
     monkeypatch.setattr(floors, "MAX_COPY_BYTES", 1000)
     monkeypatch.setattr(floors, "RATE_SECONDS", 0.0)
     assert floors.device_rates(CPU, torch.float32, copy_bytes=5000).copy_bytes == 1000
+
+
+def test_floors_of_deepseek_v4():
+    """One sequence of one token: its share of experts, a row a layer; operations twice the matrices
+    and what it attends to.
+    """
+    model = build_model("deepseek-v4-tiny", device=CPU).model
+    config, one = model.config, np.array([1])
+    layers = 6
+    experts = sum(w.numel() for n, w in model.layers.named_parameters() if ".experts." in n)
+    weights = {n: w for n, w in model.named_parameters() if not n.startswith(("mtp.", "embed_"))}
+    rest = tables = 0
+    for name, weight in weights.items():
+        if "tid2eid" in name:
+            tables += weight[0].numel() * weight.element_size()
+        elif ".experts." not in name:
+            rest += weight.numel() * weight.element_size()
+    want = experts // 4 * 4 + rest + tables + 4 * config.hidden_size + layers * config.head_dim * 4
+    assert floors.decode_bytes(model, one) == want
+    fewer = layers * (config.head_dim * 4 - 584)
+    assert floors.decode_bytes(model, one, "fp8") == want - fewer
+    assert floors.prefill_flops(config, one, one) > 2 * experts // 4

@@ -14,6 +14,7 @@ from quire.bench.cases.shapes import (
     TINY_LATENT_SHAPES,
     TINY_SHAPES,
     Case,
+    all_cases,
     tiny_cases,
 )
 from quire.bench.peers import flashmla
@@ -183,6 +184,10 @@ def test_copies_share_no_memory(name):
     one, two = tiny(name, copies=2).each
     for key, tensor in one.items():
         assert tensor.data.data_ptr() != two[key].data.data_ptr(), key
+
+
+def test_each_device_runs_the_whole_indexer():
+    assert not any("/index/tp" in case.name for case in all_cases())
 
 
 # 128 raw rows and 512 selected rows of 584 bytes; q and out; indices. Products over 640 keys. A

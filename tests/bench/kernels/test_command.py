@@ -109,6 +109,10 @@ def test_every_tiny_latent_case_runs(tmp_path, rates):
 
 
 def test_shares_and_the_ratio_to_the_best_peer(rates, tmp_path):
+    found, missing = find_peers(None)
+    assert [peer.name for peer in found if peer.ours] == ["quire", "quire-in-step"]
+    others = {"flashinfer", "fa3", "vllm-triton", "flashmla", "flashinfer-mla"}
+    assert others == set(missing) | {p.name for p in found} & others
     path = tmp_path / "kernels.json"
     command = ["--set", "tiny", "--only", "global decode", "--per-call", "0", "--device", "cpu"]
     assert kernels.main([*command, "--json", str(path)]) == 0

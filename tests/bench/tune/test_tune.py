@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
@@ -50,6 +51,8 @@ def test_candidates_start_with_the_table_and_fit(arch):
             is_tuple = isinstance(value, tuple)
             block_n, stages = value[:2] if is_tuple else (value.block_n, value.num_stages)
             assert block_n * row_bytes * (stages - 1) <= arch.shared_memory
+    first_of_the_headline = TileEntry(entries.DECODE, "", 512)
+    assert next(iter(work)) == first_of_the_headline
 
 
 LAUNCHED = """
@@ -118,6 +121,14 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     # A right result of another case makes up for nothing.
     (row,) = measured(DECODE, [DECODE.current], [case("decode")] * 2)
     assert len(made) == 2 and row["wrong"] and not row["ms"] and row["ratio"] is None
+
+
+def test_no_case_is_timed_after_the_time_but_the_first(monkeypatch):
+    monkeypatch.setattr(timing, "time_calls", lambda *a, **k: SAME)
+    cases = [case("decode"), case("decode", 30)]
+    for deadline, count in ((perf_counter(), 1), (perf_counter() + 1000, 2)):
+        (row,) = measured(DECODE, [DECODE.current], cases, deadline)
+        assert len(row["ms"]) == count and row["ratio"] == 1
 
 
 def test_no_entry_is_begun_after_its_time_and_bad_arguments_are_named(capsys):
