@@ -97,7 +97,6 @@ def chat_workload(
         limit: sessions at most; None = NUM_SESSIONS.
         scale: factor of all lengths.
         seed: of lengths and quotes.
-
     """
 
     def tokens(text: str) -> list[int]:
