@@ -52,6 +52,11 @@ def test_mooncake(tmp_path, name):
     assert len(LOADERS["mooncake"](path, 1)) == 1
 
 
+def test_an_empty_answer_is_no_look_up(tmp_path):
+    (request,) = LOADERS["mooncake"](write(tmp_path / "t.jsonl", mooncake(output_length=0)), None)
+    assert request.output == 1
+
+
 def test_bailian(tmp_path):
     rows = [bailian(5, -1), bailian(6, -1, hash_ids=[4, 5, 6])]
     rows += [bailian(9, 5, input_length=64, hash_ids=[10**18, 2, 8, 9]), bailian(11, 9)]

@@ -114,6 +114,13 @@ def test_logits_that_give_no_token_end_their_request_alone(kind, way, mode):
         assert spoiled[key].logprobs == output.logprobs
 
 
+def test_samples_of_a_prompt_without_a_token_all_end():
+    params = SamplingParams(4, temperature=1.0, n=3)
+    engine = Engine(SpoiledModel(KINDS["nan"]), config())
+    outputs = run(engine, {"bad": PROMPTS["bad"]}, params)
+    assert {o.sample: o.finish_reason for o in outputs.values()} == dict.fromkeys(range(3), "nan")
+
+
 def poisoned(name, **changes):
     """A model with an embedding of NaN for token `BAD`; its logits are numbers."""
     base = replace(few(name), **changes)
