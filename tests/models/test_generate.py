@@ -1,10 +1,17 @@
 """Text in and out: streams, stop strings, chat templates, the command line."""
 
+import fcntl
 import io
 import json
 import os
+import pty
 import random
+import select
+import signal
+import subprocess
 import sys
+import termios
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +23,7 @@ from quire.models import generate
 from quire.models import llm as llm_module
 from quire.models.config.named import get_config
 from quire.models.engine.engine import EngineConfig
-from quire.models.engine.outputs import OutputDelta
+from quire.models.engine.outputs import OutputDelta, RequestError
 from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
@@ -483,3 +490,53 @@ def test_ctrl_c_in_a_chat_ends_the_answer_and_forgets_the_question(monkeypatch, 
     assert capsys.readouterr().out == "half\nhalfwhole\nhalfwhole\n"
     two = "user: two\nassistant: "
     assert asked == ["user: one\nassistant: ", two, f"{two}halfwhole\nuser: three\nassistant: "]
+
+
+def test_an_error_of_one_of_several_prompts(run, monkeypatch):
+    answer = LLM.generate
+
+    def fail_one(self, *args, **options):
+        first, second = answer(self, *args, **options)
+        return [replace(first, error=RequestError("spoiled")), second]
+
+    monkeypatch.setattr(LLM, "generate", fail_one)
+    status, _, err = run(*BASE, "--prompt", "a", "--prompt", "b")
+    assert (status, err) == (2, "error: spoiled\n")
+
+
+def test_a_chat_at_a_terminal():
+    """Ctrl-C ends an answer, the arrow keys bring a question back, and Ctrl-D ends the chat."""
+    pytest.importorskip("readline", reason="edits lines")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "models.generate", "--model", "gemma3-tiny", "--chat", "--threads", "1"]  # fmt: skip
+    process = subprocess.Popen(
+        [*command, "--max-tokens", "4000", "--ignore-eos", "--num-pages", "999"],
+        cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        env=os.environ | {"TERM": "dumb"},
+        preexec_fn=lambda: (
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0), signal.signal(signal.SIGINT, signal.SIG_DFL)
+        ),
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+
+    def wait_for(text, more=0):
+        """Reads until ``text`` has come, and so many bytes after it."""
+        nonlocal shown
+        while text not in shown or len(shown.partition(text)[2]) < more:
+            assert select.select([ours], [], [], 60)[0], shown
+            shown += os.read(ours, 4096)
+        shown = shown.partition(text)[2]
+
+    wait_for(b"> ")
+    os.write(ours, b"first question\n")
+    wait_for(b"first question\r\n", more=40)
+    os.write(ours, b"\x03")
+    wait_for(b"\n> ")
+    os.write(ours, b"\x1b[A\n")
+    wait_for(b"first question\r\n", more=40)
+    os.write(ours, b"\x03")
+    wait_for(b"\n> ")
+    os.write(ours, b"\x04")
+    assert process.wait(timeout=60) == 0
+    os.close(ours)

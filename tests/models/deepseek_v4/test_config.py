@@ -74,3 +74,11 @@ def test_every_default_is_transformers(tmp_path):
     expected = replace(CONFIGS["deepseek-v4-flash"], name="deepseek_v4", compress_rope=plain, num_mtp_layers=0)  # fmt: skip
     for field in fields(config):
         assert getattr(config, field.name) == getattr(expected, field.name), field.name
+
+
+def test_three_drafter_layers():
+    keys = FLASH | {"compress_ratios": [*FLASH["compress_ratios"], 0, 0], "num_nextn_predict_layers": 3}  # fmt: skip
+    config = from_hf(keys)
+    assert config.num_mtp_layers == 3 and config.num_layers == 43
+    del keys["num_nextn_predict_layers"]
+    assert from_hf(keys).num_mtp_layers == 3

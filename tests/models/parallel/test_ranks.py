@@ -28,6 +28,7 @@ from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.parallel import launch
 from quire.models.parallel.heartbeat import RankError
+from tests.models.engine.test_prompt_logprobs import check
 from tests.support.models.few import few
 from tests.support.models.ranks import on_ranks, run_on_ranks
 from tests.support.models.tolerance import tolerance
@@ -357,3 +358,24 @@ def test_two_launchers_as_of_two_machines():
     (first, one), (second, two) = (node.communicate(timeout=200) for node in nodes)
     assert [node.returncode for node in nodes] == [0, 0], one + two
     assert first.strip() and not second
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gemma4-e-tiny"])
+def test_prompt_logprobs(name):
+    """Beside requests whose tokens the other rank gets a step ahead."""
+    config = config_of(name)
+
+    def work(engine):
+        scored = replace(PARAMS, prompt_logprobs=3)
+        for i, ids in enumerate(prompts()):
+            engine.add_request(ids, scored if i % 2 else PARAMS, request_id=str(i))
+        return finish(engine)
+
+    settings = {"max_num_seqs": 3, "max_num_batched_tokens": 30, "async_scheduling": True}
+    outputs = run_on_ranks(2, config, work, num_pages=600, **settings)
+    one = random_model(config, seed=5)
+    wanted = work(Engine(one, EngineConfig(num_pages=600, **settings)))
+    assert_same_tokens(one, *(sorted(o, key=lambda x: x.request_id) for o in (outputs, wanted)), tolerance(one))  # fmt: skip
+    for output in outputs:
+        if int(output.request_id) % 2:
+            check(one, output)
