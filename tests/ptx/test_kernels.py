@@ -165,9 +165,10 @@ DOT, BOXES = "dot torch.float16 sm_90", "boxes of 128 bytes"
 UNTIL, AT_ONCE = "mbarrier.try_wait.parity", "setp.eq.u32 complete, 0, 0; //"
 NOTHING = "membar.cta; //"
 STORED, GOING = r"bulk\.wait_group(\.read)? \t0;", "bulk.commit_group;"
-FENCE_AND_ADD = r"(?s)wgmma\.fence(.*?%rd\d+), 1,"  # up to the flag of the product after it
+TO_FLAG = r"(?s)wgmma\.fence(.*?%rd\d+), %p\d+,"  # of the next product: whether it accumulates
 CHANGED = {  # name: (case, a pattern of what is replaced in its PTX, by what, the error)
-    "registers not fenced": (DOT, FENCE_AND_ADD, NOTHING + r"\1, 0,", "wgmma.fence"),
+    "registers not fenced": (DOT, r"wgmma\.fence", NOTHING, "accumulates in registers"),
+    "registers overwritten": (DOT, TO_FLAG, NOTHING + r"\1, 0,", "accumulates in registers"),
     "memory not fenced": (DOT, "fence.proxy", NOTHING, "fence.proxy"),
     "wgmma not waited for": (DOT, "wgmma.wait_group", NOTHING, "under way reads"),
     "load not waited for": (BOXES, UNTIL, AT_ONCE, "a copy is on its way"),

@@ -134,7 +134,7 @@ def _mma_async(c, op: Instruction) -> Step | None:
         groups = _warpgroups(m, mask)
         started = {(p.warpgroup, p.targets) for p in m.products}
         in_flight = {(p.warpgroup, t): p.targets for p in m.products for t in p.targets}
-        if max((m.changed[r] for r in a_registers), default=0) >= m.fences:
+        if max((m.changed[r] for r in a_registers), default=-1) >= m.fences:
             raise Fault("wgmma reads registers written without a wgmma.fence since")
         for g in groups:
             lane, lanes = g * GROUP, slice(g * GROUP, (g + 1) * GROUP)
