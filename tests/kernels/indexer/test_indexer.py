@@ -38,6 +38,7 @@ CASES = [
     IndexCase("decode-ratio-1", [50, 8, 9], [1] * 3, compress_ratio=1),
     IndexCase("decode-topk-1", [300, 4, 8], [1] * 3, topk=1),
     IndexCase("decode-topk-100", [1000, 404, 403], [1] * 3, topk=100),
+    IndexCase("decode-two-turns", [2500, 1], [1, 0], compress_ratio=1, topk=1000, rows=64, dtype=BF16),
     IndexCase("prefill-first", [1, 4, 43], [1, 4, 43], dtype=BF16),
     IndexCase("prefill-chunk", [300, 40], [5, 9]),
     IndexCase("prefill-borders-in-tiles", [100, 60, 44, 81], [3, 1, 0, 5], dtype=BF16),

@@ -31,7 +31,7 @@ CASES = {
     "gelu-bf16": dict(options=GELU, dtype=BF16, hidden=136, bias=True),
     "fp16": dict(options=SILU | {"limit": 0.5}, dtype=FP16),
     "gpt-oss": dict(options=GPT_OSS, turns=True, bias=True),
-    "gpt-oss-bf16": dict(options=GPT_OSS, turns=True, bias=True, dtype=BF16, hidden=72),
+    "gpt-oss-bf16": dict(options=GPT_OSS, turns=True, bias=True, dtype=BF16, hidden=128, width=128),
     "fp8": dict(form="fp8", hidden=160, width=136, num_tokens=3),
     "fp8-bf16": dict(form="fp8", dtype=BF16, options=SILU | {"limit": 2.0}, width=130),
     "fp4": dict(form="fp4", hidden=96, width=64),
