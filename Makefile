@@ -35,7 +35,7 @@ test-vllm: $(STAMP)  ## adapters beside vLLM 0.33, which VLLM_PYTHON=/path/to/py
 	VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) OMP_NUM_THREADS=1 $(PY) -m pytest -rs tests/models/integrations -k vllm $(ARGS)
 
 # Some of each package, which most mistakes break; in these few files, for all of them take longer to be collected than these to run.
-QUICK := tests/test_layering.py tests/kvcore/test_cache.py tests/kvcore/test_policies.py tests/kvcore/tables \
+QUICK := tests/test_layering.py tests/kvcore/test_cache.py tests/kvcore/test_policies.py tests/kvcore/test_steps.py \
 	tests/kernels/test_edges.py tests/kernels/pages \
 	tests/models/config/test_configs.py tests/models/layers/test_stacked.py tests/models/engine/test_scheduler.py \
 	tests/bench/test_workload.py tests/bench/replay/test_loaders.py

@@ -1,4 +1,4 @@
-"""Fake device memory with an identity in every row, and an engine that compares each row it reads.
+"""Fake device memory with an identity in every row, which compares each row that is read.
 
 All groups share one memory, as they share one pool. The identity of a row is a hash of its table,
 its position and all tokens that it depends on, computed here from token lists: rows of another
@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from quire.kvcore import GroupSpec, KVCache, StepPlan, linear_table, paged_rows
+from quire.kvcore import GroupSpec, KVCache, OutOfPages, StepPlan, linear_table, paged_rows
 
 POISON, INITIAL, INEXACT = -1, -2, -3
 STATE_ROWS = 64  # of a page; the last one of a state page is also the row before its first token
@@ -121,8 +121,12 @@ class Device:
             assert len(set(to.tolist())) == len(to), "two copies to one page"
             self.memory[to] = self.memory[source]
 
-    def visible(self, t: int, request: Request) -> tuple[np.ndarray, np.ndarray]:
-        """Positions that the next token sees in table `t`, and the identities of their rows."""
+    def visible(self, t: int, request: Request, back: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Positions that a token sees in table `t`, and the identities of their rows.
+
+        Args:
+            back: 0: the token is the next one; 1: the newest one.
+        """
         spec, n, text = self.specs[t], request.computed, request.text
         # A row that depends on later tokens is written once these are known.
         last = min(n, max(n, text.num_given) - spec.lookahead)
@@ -130,8 +134,8 @@ class Device:
         if spec.kind == "state":
             first = max(0, last - STATE_READS)
         elif spec.kind == "window":
-            first = max(request.replay_from, n - spec.sliding_window + 1)
-            if n < request.replay_to:  # inexact, and for no other request
+            first = max(request.replay_from, n - back - spec.sliding_window + 1)
+            if n - back < request.replay_to:  # inexact, and for no other request
                 first = last
         positions = np.arange(first, max(first, last))
         return positions, text.rows(self.tags[t], spec.lookahead)[positions]
@@ -153,10 +157,15 @@ class Device:
                     assert self.memory[page, -1] == INITIAL, f"{spec.name}: not the initial state"
                 found = self.memory[page, positions % STATE_ROWS]
             else:
-                pages = row[positions // spec.block_size % len(row)]
-                assert pages.all(), f"{spec.name}: a visible block has no page"
-                found = self.memory[pages, positions % spec.block_size]
+                found = self.memory[self._where(t, row, positions)]
             self._equal(found, expected, f"{spec.name}: row of {request.rid!r}", positions)
+
+    def _where(self, t: int, row: np.ndarray, positions: np.ndarray):
+        """Pages and rows of positions by a table's row, a ring."""
+        blocks, rows = np.divmod(positions, self.specs[t].block_size)
+        pages = row[blocks % len(row)]
+        assert (pages > 0).all(), f"{self.specs[t].name}: a block has no page"
+        return pages, rows
 
     def _equal(self, found: np.ndarray, expected: np.ndarray, what: str, positions) -> None:
         self.rows_checked += len(expected)
@@ -219,10 +228,8 @@ class Device:
     def write_span(self, request: Request, end: int) -> None:
         """Write the rows up to `end` of an append-only cache."""
         positions = np.arange(request.computed, end)
-        for t, spec in enumerate(self.specs):
-            pages = self.row(t, request)[positions // spec.block_size]
-            assert (pages > 0).all(), f"{spec.name}: a row in the null page"
-            where = pages, positions % spec.block_size
+        for t in range(len(self.specs)):
+            where = self._where(t, self.row(t, request), positions)
             self._put(where, positions, self.written(t, request), False)
 
     def check_span(self, request: Request, end: int) -> None:
@@ -231,9 +238,7 @@ class Device:
             first = max(0, request.computed - (spec.sliding_window or end + 1) + 1)
             positions = np.arange(first, end)
             expected = self.written(t, request)[positions]
-            found = self.memory[
-                self.row(t, request)[positions // spec.block_size], positions % spec.block_size
-            ]
+            found = self.memory[self._where(t, self.row(t, request), positions)]
             self._equal(found, expected, f"{spec.name}: row of {request.rid!r}", positions)
 
     def written(self, t: int, request: Request) -> np.ndarray:
@@ -275,9 +280,8 @@ class Device:
             if spec.lookahead and spec.kind != "state":
                 row = self.table(t)[request.slot] if tables is None else tables[t]
                 rows = self.written(t, request)
-                positions = np.arange(
-                    max(0, start - spec.lookahead), max(0, min(start, known - spec.lookahead))
-                )
+                first = max(request.match.num_saved_tokens, start - spec.lookahead)
+                positions = np.arange(first, max(first, min(start, known - spec.lookahead)))
                 pages = row[positions // spec.block_size % len(row)]
                 positions, pages = positions[pages > 0], pages[pages > 0]
                 where = pages, positions % spec.block_size
@@ -298,12 +302,8 @@ class Device:
                 mine = self.mirror[request.slot, offset + columns]
                 assert (mine == self.table(t)[request.slot, columns]).all(), f"{spec.name}: deltas"
 
-    def check_formats(self, requests: list[Request], reach: int) -> None:
-        """Linear and CSR tables name the page of every visible row.
-
-        Args:
-            reach: 0: rows of the next query; 1: of the token just computed.
-        """
+    def check_formats(self, requests: list[Request], back: int = 0) -> None:
+        """Linear and CSR tables name the page of every row that a token sees (see `visible`)."""
         slots = [r.slot for r in requests]
         for t, spec in enumerate(self.specs):
             if spec.kind == "state":
@@ -311,27 +311,16 @@ class Device:
             linear = linear_table(self.kv, t, slots)
             rows = paged_rows(self.kv, t, slots)
             for i, request in enumerate(requests):
-                positions, expected = self.visible(t, request)
-                n = request.computed
-                if spec.kind == "window" and n > request.replay_to and reach:
-                    low = max(request.replay_from, n - reach + 1 - spec.sliding_window)
-                    low = max(0, low)
-                    last = positions[-1] + 1 if len(positions) else low
-                    positions = np.arange(low, max(low, last))
-                    expected = self.written(t, request)[positions]
+                positions, expected = self.visible(t, request, back)
                 blocks, within = np.divmod(positions, spec.block_size)
-                what = f"{spec.name}: {request.rid!r} of {n} tokens"
-                self._equal(
-                    self.memory[linear[i, blocks], within], expected, f"linear {what}", positions
-                )
+                what = f"{spec.name}: {request.rid!r} of {request.computed} tokens"
+                found = self.memory[linear[i, blocks], within]
+                self._equal(found, expected, f"linear {what}", positions)
                 pages = rows.indices[rows.indptr[i] : rows.indptr[i + 1]]
-                first = int(rows.first_tokens[i]) // spec.block_size
-                assert (blocks >= first).all() and (blocks < first + len(pages)).all(), (
-                    f"csr {what}"
-                )
-                assert (pages[blocks - first] == linear[i, blocks]).all(), f"csr {what}"
+                at = blocks - int(rows.first_tokens[i]) // spec.block_size
+                assert (at >= 0).all() and (pages[at] == linear[i, blocks]).all(), f"csr {what}"
                 tokens = (len(pages) - 1) * spec.block_size + int(rows.last_page_len[i])
-                assert not len(pages) or rows.first_tokens[i] + tokens == n, f"csr {what}"
+                assert not len(pages) or rows.first_tokens[i] + tokens == request.computed, what
 
 
 def groups(*specs: tuple[int, int | None] | GroupSpec) -> list[GroupSpec]:
@@ -344,94 +333,46 @@ def groups(*specs: tuple[int, int | None] | GroupSpec) -> list[GroupSpec]:
     ]
 
 
-class Engine:
-    """Drive a `KVCache` as a runner would, on a `Device`.
+class Runner:
+    """A cache, and the tokens of its requests, without a device: rows are compared by `shadow`."""
 
-    Attributes:
-        tokens, slots: of each request; tests append tokens and take them back.
-    """
-
-    def __init__(self, specs: list[GroupSpec], **options) -> None:
-        self.kv = KVCache(specs, **({"debug": True} | options))
-        self.device, self.specs = Device(self.kv), self.kv.layout.groups
+    def __init__(self, *specs: tuple[int, int | None] | GroupSpec, **options) -> None:
+        sizes = {"num_pages": 400, "max_requests": 4, "max_model_len": 600}
+        self.kv = KVCache(groups(*specs), **(sizes | options))
         self.tokens: dict[object, list[int]] = {}
-        self.slots: dict[object, int] = {}
-        self._requests: dict[object, Request] = {}
 
     def computed(self, rid) -> int:
-        return int(self.kv.num_computed[self.slots[rid]])
+        return int(self.kv.num_computed[self.kv.slot_of(rid)])
 
-    def admit(self, rid, tokens: list[int], salt: bytes = b""):
-        match = self.kv.match(tokens, salt=salt)
-        self.start(rid, tokens, match, salt)
-        assert self.computed(rid) == match.num_saved_tokens < len(tokens)
+    def admit(self, rid, tokens, **keys):
+        match = self.kv.match(list(tokens), **keys)
+        self.kv.admit(rid, match)
+        self.tokens[rid] = list(tokens)
         return match
 
-    def start(self, rid, tokens: list[int], match, salt: bytes = b"") -> None:
-        """Admit a request with a match."""
-        self.slots[rid] = slot = self.kv.admit(rid, match)
-        self.tokens[rid] = list(tokens)
-        self._requests[rid] = Request(rid, slot, Text(self.tokens[rid], salt), match)
-
-    def _request(self, rid) -> Request:
-        """A request with its tokens as they are now."""
-        request, tokens = self._requests[rid], self.tokens[rid]
-        pairs = enumerate(zip(request.text.tokens, tokens, strict=False))
-        request.text.cut(next((i for i, (a, b) in pairs if a != b), len(tokens)))
-        request.text.extend(tokens[len(request.text) :])
-        request.computed = self.computed(rid)
-        return request
-
-    def step(self, counts: dict[object, int], accepted: dict[object, int] | None = None):
-        """Compute `counts[rid]` tokens of each request; returns the plan or OutOfPages."""
-        kv, device = self.kv, self.device
-        plan = kv.plan([self.slots[r] for r in counts], list(counts.values()))
-        if not isinstance(plan, StepPlan):
-            return plan
-        taken = list((accepted or counts).values())
-        ids = device.run(plan, dict(zip(map(self._request, counts), taken, strict=True)))
-        held = kv.pool.holds > 0
-        copies = kv.commit(plan, ids, None if accepted is None else taken)
-        assert not held[copies[:, 1]].any(), "a snapshot that a resume point holds is written over"
-        device.copy(copies)
-        for rid in accepted or ():  # rejected tokens never happened
-            if accepted[rid] < counts[rid]:
-                del self.tokens[rid][self.computed(rid) :]
+    def step(self, rid, num_tokens: int | None = None) -> StepPlan | OutOfPages:
+        """Compute some tokens of a request; by default the rest of them."""
+        slot, rest = self.kv.slot_of(rid), self.tokens[rid][self.computed(rid) :]
+        rest = rest[:num_tokens]
+        plan = self.kv.plan([slot], [len(rest)])
+        if isinstance(plan, StepPlan):
+            self.kv.commit(plan, rest)
         return plan
 
     def finish_prompt(self, rid, chunk: int = 64) -> None:
-        """Compute the rest of the known tokens in chunks."""
-        while self.computed(rid) < len(self.tokens[rid]):
-            left = min(chunk, len(self.tokens[rid]) - self.computed(rid))
-            (count,) = self.kv.cut([self.slots[rid]], [left]).tolist()
-            plan = self.step({rid: count})
-            assert isinstance(plan, StepPlan), plan
+        while left := len(self.tokens[rid]) - self.computed(rid):
+            (count,) = self.kv.cut([self.kv.slot_of(rid)], [min(chunk, left)]).tolist()
+            assert isinstance(self.step(rid, count), StepPlan)
 
-    def decode(self, rid, tokens: list[int]) -> None:
-        for t in tokens:
-            self.tokens[rid].append(t)
-            assert isinstance(self.step({rid: 1}), StepPlan)
+    def decode(self, rid, tokens) -> None:
+        for token in tokens:
+            self.tokens[rid].append(token)
+            assert isinstance(self.step(rid, 1), StepPlan)
 
-    def release(self, rid) -> list[int]:
-        """End a request; returns the tokens that were computed."""
-        n = self.computed(rid)
-        self.kv.release(rid)
-        del self.slots[rid], self._requests[rid]
-        return self.tokens.pop(rid)[:n]
-
-    def run(
-        self, rid, tokens: list[int], answer: list[int] = (), chunk: int = 64, salt: bytes = b""
-    ):
+    def run(self, rid, tokens, answer=(), chunk: int = 64, **keys):
         """A whole request; returns its match."""
-        match = self.admit(rid, tokens, salt)
+        match = self.admit(rid, tokens, **keys)
         self.finish_prompt(rid, chunk)
-        self.decode(rid, list(answer))
-        self.release(rid)
+        self.decode(rid, answer)
+        self.kv.release(rid)
         return match
-
-    def check(self) -> None:
-        """Check invariants, and the rows that the next step of every request reads."""
-        self.kv.check_invariants()
-        self.device.wipe_free_pages()
-        for rid in self.slots:
-            self.device.check(self._request(rid))

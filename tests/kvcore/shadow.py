@@ -79,9 +79,8 @@ class Launch:
     """A step planned ahead, with [requests][tables] tables and row contents as of then."""
 
     plan: StepPlan
-    requests: list[Request]
-    starts: list[int]
-    ends: list[int]
+    accepted: dict[Request, int]
+    starts: dict[Request, int]
     tables: list[list[np.ndarray]]
     rows: list[list[np.ndarray]]
     copies: np.ndarray
@@ -367,26 +366,36 @@ class Life:
             self.check()
 
     def take_step(self, counts: dict[Request, int], accepted: dict[Request, int]) -> bool:
-        """Plan a step, run it on the device, commit it; False if it does not fit or is given up."""
-        rng, order = self.rng, list(counts)
-        slots, is_open = [r.slot for r in order], rng.random() < 0.5
+        """Plan a step, run it, commit it; False if it does not fit or the engine gives it up."""
+        rng, kv, device = self.rng, self.kv, self.device
         if not counts:
             return False
-        if is_open:
-            plan = self.reserve(counts)
-        else:
-            plan = self.fits("plan", self.lend(slots), self.lend(counts.values()))
-        if plan is None or rng.random() < 0.05:  # the engine changed its mind
-            if is_open:
-                free = self.kv.num_free_pages
-                taken = sum(map(len, self.kv._reserved.pages.values()))
-                self.call("advance", self.lend(slots), self.lend([r.computed for r in order]))
-                assert self.kv.num_free_pages == free + taken
-                self.device.wipe_free_pages()
+        plan = self.fits("plan", self.lend([r.slot for r in counts]), self.lend(counts.values()))
+        if plan is None or rng.random() < 0.05:
             for r in counts:
                 r.text.cut(r.computed)
             return False
-        self.run_step(plan, counts, accepted, is_open)
+        if rng.random() < 0.2:  # calls that change nothing may come between
+            self.call("match", self.new_text().tokens)
+            self.call("cut", [r.slot for r in self.requests], [1] * len(self.requests))
+            self.call("stats")
+        rejects = counts != accepted or rng.random() < 0.3
+        self.calls["with drafts"] += rejects
+        arrays = self.arrays_of(plan)
+        ids = device.run(plan, accepted)
+        held = kv.pool.holds > 0
+        taken = self.lend(accepted.values()) if rejects else None
+        copies = self.call("commit", plan, self.lend(ids), taken)
+        assert not held[copies[:, 1]].any(), "a snapshot that a resume point holds is written over"
+        device.copy(copies)
+        assert self.arrays_of(plan) == arrays, "the arrays of a plan changed"
+        for request, n in accepted.items():
+            request.computed += n
+            if rejects:
+                request.text.cut(request.computed)
+            self.promises.advance(request)
+        if single := [r for r, n in counts.items() if n == 1]:
+            device.check_formats(single, back=1)
         return True
 
     def fits(self, *args, **kwargs):
@@ -426,114 +435,99 @@ class Life:
         starts = [r.computed for r in order]
         return self.call("arrays", self.lend(slots), self.lend(starts), self.lend(ends))
 
-    def run_step(
-        self, plan, counts: dict[Request, int], accepted: dict[Request, int], is_open: bool
-    ) -> None:
-        """Run a planned step on the device and commit it; `is_open`: its pages were reserved."""
-        kv, device, rng = self.kv, self.device, self.rng
-        if rng.random() < 0.2:  # calls that change nothing may come between
-            self.call("match", self.new_text().tokens)
-            self.call("cut", [r.slot for r in self.requests], [1] * len(self.requests))
-            self.call("stats")
-        if is_open and rng.random() < 0.2:  # calls of others do an open step no harm
-            self.admit()
-            self.evict()
-            self.device.wipe_free_pages()
-        rejects = counts != accepted or rng.random() < 0.3
-        self.calls["with drafts"] += rejects
-        arrays = self.arrays_of(plan)
-        ids = device.run(plan, accepted)
-        held = kv.pool.holds > 0
-        if not is_open:
-            taken = self.lend(accepted.values()) if rejects else None
-            copies = self.call("commit", plan, self.lend(ids), taken)
-        else:
-            slots = [r.slot for r in counts]
-            ends = [r.computed + n for r, n in accepted.items()]
-            copies = self.call("advance", self.lend(slots), self.lend(ends))
-            if rng.random() < 0.2:
-                self.look()
-                self.device.wipe_free_pages()
-            texts = [r.text.tokens[r.computed : end] for r, end in zip(counts, ends, strict=True)]
-            if rng.random() < 0.5:
-                tokens = [t for text in texts for t in text]
-                self.call("publish", self.lend(slots), self.lend(ends), self.lend(tokens))
-            else:
-                for slot, end, text in zip(slots, ends, texts, strict=True):
-                    self.call("publish", slot, end, self.lend(text))
-        assert not held[copies[:, 1]].any(), "a snapshot that a resume point holds is written over"
-        device.copy(copies)
-        assert self.arrays_of(plan) == arrays, "the arrays of a plan changed"
-        for request, n in accepted.items():
-            request.computed += n
-            if rejects:
-                request.text.cut(request.computed)
-            self.promises.advance(request)
-        single = [r for r, n in counts.items() if n == 1]
-        if single:
-            device.check_formats(single, reach=1)
-
     @staticmethod
     def arrays_of(plan) -> list[bytes]:
         arrays = (getattr(plan, name) for name in dir(plan) if name[0] != "_")
         return [a.tobytes() for a in arrays if isinstance(a, np.ndarray)]
 
     def ahead(self) -> None:
-        """Steps are reserved and advanced before the first one runs; tokens are known last."""
+        """Steps are reserved and advanced one by one, and their tokens are known last.
+
+        They run as soon as they are reserved, or late: after all of them.
+        """
         queue: list[Launch] = []
-        for _ in range(self.rng.randint(2, 4)):
-            counts, accepted = self.choose()
-            launch = self.launch(counts, accepted) if counts else None
+        late = self.rng.random() < 0.5
+        for _ in range(self.rng.choice((1, 1, 2, 3, 4))):
+            launch = self.launch(*self.choose(), late)
             if launch is None:
-                for r in counts:
-                    r.text.cut(r.computed)
                 break
             queue.append(launch)
-            if self.rng.random() < 0.3:
+            if self.rng.random() < 0.3:  # calls of others do steps in flight no harm
                 self.evict()
-            if self.rng.random() < 0.3:
                 self.match(self.new_text())
-        for launch in queue:
+        for launch in queue if late else ():
             self.run_late(launch)
-        last = {r: r.computed for r in self.requests}
+        if self.rng.random() < 0.2 and len(self.requests) < MAX_REQUESTS:
+            self.admit()
+        last = {r: r.computed for launch in queue for r in launch.accepted}
         for launch in queue:
-            for r, start, end in zip(launch.requests, launch.starts, launch.ends, strict=True):
-                r.computed = end
-                self.call("publish", r.slot, end, self.lend(r.text.tokens[start:end]))
+            for r, n in launch.accepted.items():
+                r.computed = launch.starts[r] + n
+            self.publish(launch)
+            for r in launch.accepted:
                 self.promises.advance(r)
         for r, computed in last.items():
             r.computed = computed
 
-    def launch(self, counts: dict[Request, int], accepted: dict[Request, int]) -> Launch | None:
-        device, requests = self.device, list(counts)
-        slots, starts = [r.slot for r in requests], [r.computed for r in requests]
-        plan = self.reserve(counts)
-        if plan is None:
-            self.call("advance", slots, starts)
+    def publish(self, launch: Launch) -> None:
+        """Publish the tokens of a step, request by request or all at once."""
+        order = list(launch.accepted)
+        texts = [r.text.tokens[launch.starts[r] : r.computed] for r in order]
+        if self.rng.random() < 0.5:
+            slots, ends = [r.slot for r in order], [r.computed for r in order]
+            self.call(
+                "publish", self.lend(slots), self.lend(ends), self.lend(itertools.chain(*texts))
+            )
+            return
+        for r, text in zip(order, texts, strict=True):
+            self.call("publish", r.slot, r.computed, self.lend(text))
+
+    def launch(
+        self, counts: dict[Request, int], accepted: dict[Request, int], late: bool
+    ) -> Launch | None:
+        """Reserve a step, run it unless it is `late`, and advance it.
+
+        Returns:
+            None if the step does not fit or the engine gives it up.
+        """
+        if not counts:
             return None
-        each = range(len(self.specs))
-        tables = [[device.table(t)[r.slot].copy() for t in each] for r in requests]
-        rows = [[device.written(t, r).copy() for t in each] for r in requests]
-        ends = [r.computed + accepted[r] for r in requests]
-        copies = self.call("advance", self.lend(slots), self.lend(ends))
-        for r, end in zip(requests, ends, strict=True):
-            r.computed = end
-            r.text.cut(end)
+        device, starts, each = self.device, {r: r.computed for r in counts}, range(len(self.specs))
+        slots, plan = [r.slot for r in counts], self.reserve(counts)
+        if plan is None or self.rng.random() < 0.05:
+            free, taken = self.kv.num_free_pages, sum(map(len, self.kv._reserved.pages.values()))
+            self.call("advance", self.lend(slots), self.lend(starts.values()))
+            assert self.kv.num_free_pages == free + taken
+            for r in counts:
+                r.text.cut(r.computed)
+            return None
+        if not late:
+            device.run(plan, accepted)
+        held = self.kv.pool.holds > 0
+        tables = [[device.table(t)[r.slot].copy() for t in each] for r in counts]
+        rows = [[device.written(t, r).copy() for t in each] for r in counts]
+        for r, n in accepted.items():
+            r.computed += n
+            r.text.cut(r.computed)
+        copies = self.call("advance", self.lend(slots), self.lend([r.computed for r in counts]))
+        assert not held[copies[:, 1]].any(), "a snapshot that a resume point holds is written over"
+        if not late:
+            device.copy(copies)
         self.calls["ahead"] += 1
-        return Launch(plan, requests, starts, ends, tables, rows, copies)
+        return Launch(plan, accepted, starts, tables, rows, copies)
 
     def run_late(self, launch: Launch) -> None:
-        device, plan, now = self.device, launch.plan, [r.computed for r in launch.requests]
+        device, plan, now = self.device, launch.plan, [r.computed for r in launch.accepted]
         device.copy(plan.copies)
-        for i, r in enumerate(launch.requests):
-            r.computed = launch.starts[i]
+        for i, (r, start) in enumerate(launch.starts.items()):
+            r.computed = start
             states = plan.state_pages[:, i] if len(plan.state_pages) else None
             device.check(r, states, launch.tables[i])
-        device.write(plan, launch.requests, launch.rows)
-        for i, r in enumerate(launch.requests):
-            device.write_waiting(r, launch.ends[i], launch.tables[i])
+        device.write(plan, list(launch.accepted), launch.rows)
+        for i, (r, n) in enumerate(launch.accepted.items()):
+            device.write_waiting(r, r.computed + n, launch.tables[i])
         device.copy(launch.copies)
-        for r, computed in zip(launch.requests, now, strict=True):
+        for r, computed in zip(launch.accepted, now, strict=True):
             r.computed = computed
 
     def rollback(self) -> None:
@@ -799,7 +793,7 @@ class Life:
                 self.device.check(r)
             if not kv.append_only:
                 if self.requests:
-                    self.device.check_formats(self.requests, reach=0)
+                    self.device.check_formats(self.requests)
                 self.device.check_deltas(self.requests)
             if self.tiers is not None:
                 self.check_host()

@@ -2,21 +2,13 @@
 
 import pytest
 
-from quire.kvcore import AllBlocksCleared, BlockRemoved, EventLog, GroupSpec, KVCache, tail_hashes
+from quire.kvcore import AllBlocksCleared, BlockRemoved, EventLog, GroupSpec, tail_hashes
 from quire.kvcore.events import split_keys
-from tests.kvcore.engine import Engine, Text, groups
+from tests.kvcore.engine import Runner, Text
 from tests.kvcore.expected import Reader
 
-IMAGE = 8  # placeholder of an image
-EXTRA = ((0, None, b"adapter"), (3, 10, b"cat"))
 
-
-def engine(specs, log: EventLog | None = None, **options) -> Engine:
-    base = {"num_pages": 400, "max_requests": 4, "max_model_len": 4096}
-    return Engine(groups(*specs), events=log, **(base | options))
-
-
-def same_hits(e: Engine, reader: Reader, prompts) -> None:
+def same_hits(e: Runner, reader: Reader, prompts) -> None:
     for tokens in prompts:
         told = reader.hit(Text(tokens, b""), len(tokens) - 1)
         hit = e.kv.match(tokens).num_tokens
@@ -28,7 +20,7 @@ def same_hits(e: Engine, reader: Reader, prompts) -> None:
 def test_the_records_of_a_request_name_exactly_its_blocks():
     log = EventLog(medium="HBM")
     specs = ((8, None), (4, 10), (4, 10), GroupSpec("state", "state", 4, 4096))
-    e = engine(specs, log)
+    e = Runner(*specs, events=log)
     prompt = list(range(100, 126))
     e.run("a", prompt, [7, 8], chunk=8)
     first, events = log.take()
@@ -57,7 +49,7 @@ def test_the_records_of_a_request_name_exactly_its_blocks():
 
 def test_a_log_is_bounded_in_events_and_in_bytes_and_a_reader_sees_the_gap():
     log = EventLog(capacity=5)
-    e = engine(((4, None),), log)
+    e = Runner((4, None), events=log)
     reader = Reader(e.kv)
     e.run("a", list(range(20)), chunk=4)
     reader.read(log)
@@ -70,7 +62,7 @@ def test_a_log_is_bounded_in_events_and_in_bytes_and_a_reader_sees_the_gap():
     assert log.take() == (15, [AllBlocksCleared()])
 
     log = EventLog(max_bytes=60_000)
-    e = engine(((4, None), (4, 9)), log)
+    e = Runner((4, None), (4, 9), events=log)
     reader = Reader(e.kv)
     for i in range(6):
         e.run(i, list(range(1000 * i, 1000 * i + 160)), chunk=160)
@@ -79,7 +71,7 @@ def test_a_log_is_bounded_in_events_and_in_bytes_and_a_reader_sees_the_gap():
     reader.read(log)
     assert reader.lost and log.num_bytes == 0 and len(log) == 0
     log = EventLog(max_bytes=5000)
-    engine(((4, None), (4, 9)), log).run(
+    Runner((4, None), (4, 9), events=log).run(
         "a", list(range(400)), chunk=400
     )  # an event larger than all room
     assert log.num_bytes <= 5000 and log.num_dropped > 0
@@ -88,7 +80,7 @@ def test_a_log_is_bounded_in_events_and_in_bytes_and_a_reader_sees_the_gap():
 @pytest.mark.parametrize("most", [1, 3, 1000])
 def test_an_announcement_larger_than_the_log_is_read_in_parts(most):
     log = EventLog(capacity=12)
-    e = engine(((4, None), (4, 9)), log, retention="dense")
+    e = Runner((4, None), (4, 9), events=log, retention="dense")
     prompts = [list(range(1000 * i, 1000 * i + 80)) for i in range(3)]
     for i, prompt in enumerate(prompts):
         e.run(i, prompt)
@@ -109,7 +101,7 @@ def test_an_announcement_larger_than_the_log_is_read_in_parts(most):
 
 def test_tokens_of_answers_take_room_for_the_newest_only():
     log = EventLog()
-    e = engine(((4, None),), log)
+    e = Runner((4, None), events=log)
     e.admit("a", [1, 2, 3])
     e.finish_prompt("a")
     size = e.kv._event_writer._answers.size
@@ -122,56 +114,21 @@ def test_tokens_of_answers_take_room_for_the_newest_only():
 
 
 def test_without_a_log_no_tokens_are_kept():
-    quiet = engine(((4, None),), debug=False)  # debug keeps them too
-    loud = engine(((4, None),), EventLog(), debug=False)
+    quiet = Runner((4, None), debug=False)  # debug keeps them too
+    loud = Runner((4, None), events=EventLog(), debug=False)
     assert quiet.kv.match([1, 2, 3]).prompt.tokens is None
     assert loud.kv.match([1, 2, 3]).prompt.tokens.tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="a prompt made by a cache with events"):
         loud.kv.match(quiet.kv.match([1, 2, 3]).prompt)
 
 
-# Salts and extra keys.
-
-
-def run(kv: KVCache, rid, tokens, **keys) -> None:
-    slot = kv.admit(rid, kv.match(tokens, **keys))
-    at = int(kv.num_computed[slot])
-    kv.commit(kv.plan([slot], [len(tokens) - at]), tokens[at:])
-    kv.release(rid)
-
-
-def cache(log: EventLog, *mix) -> KVCache:
-    return KVCache(groups(*mix), num_pages=80, max_requests=2, max_model_len=200, events=log)
-
-
-def stored(log: EventLog, kind="dense"):
-    return [e for e in log.take()[1] if not isinstance(e, AllBlocksCleared) and e.kind == kind]
-
-
 def test_hashes_of_a_tail_are_keys_of_no_segment():
-    kv = cache(EventLog(), (1, 3))
-    keys = split_keys(kv.match([5, 5, 5, 5, 1, 9]).prompt.keys)
+    keys = split_keys(Runner((1, 3)).kv.match([5, 5, 5, 5, 1, 9]).prompt.keys)
     assert tail_hashes(keys[3], 2)[1] == keys[3]
     assert tail_hashes(keys[3], 2)[0] != keys[4]  # the next token is 1, as is the block's distance
 
 
-def test_the_extra_keys_of_a_block_are_those_over_its_tokens():
-    log = EventLog(identities=True)
-    kv = cache(log, (8, None), (4, 10))
-    run(kv, "a", [1, 2, 3, *[IMAGE] * 7, *range(16)], salt=b"tenant", extra_keys=EXTRA)
-    for event in log.take()[1]:
-        assert (event.salt, event.request_id) == (b"tenant", "a")
-        over = list(event.extra_keys)
-        if event.kind == "dense":
-            cats = {0: (3, 8, b"cat"), 8: (3, 10, b"cat")}
-            expected = [
-                ((0, at + 8, b"adapter"), *([cats[at]] if at in cats else []))
-                for at in range(event.start, event.start + 8 * len(over), 8)
-            ]
-        else:
-            assert event.start == 12
-            expected = [((0, at, b"adapter"),) for at in (16, 20, 24)]
-        assert over == expected
+def test_extra_keys_count_towards_the_bytes_of_a_log():
     log = EventLog(identities=True, max_bytes=10_000)
-    run(cache(log, (8, None)), "a", [*range(16)], extra_keys=[(0, None, b"k" * 10_000)])
+    Runner((8, None), events=log).run("a", range(16), extra_keys=[(0, None, b"k" * 10_000)])
     assert len(log) == 0 < log.num_dropped

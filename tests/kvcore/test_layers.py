@@ -45,22 +45,3 @@ def test_no_two_layers_share_rows_and_pages_have_one_size(seed):
     assert tensors == (counts[-1] if counts[-1] < 1.5 * counts[0] else counts[0])
     heaviest = max(s.token_bytes for s in layers)
     assert all(groups[p.group].block_size == base for s, p in zip(layers, placement, strict=True) if s.token_bytes == heaviest)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "message"),
-    [
-        ([], {}, "layers: expected at least one LayerShape, got none"),
-        ([4096], {}, "layers: expected LayerShapes, got 4096"),
-        ([FULL], {"base_block_size": 0}, "base_block_size: expected an int >= 1, got 0"),
-    ],
-)
-def test_wrong_layers_are_named(arguments, options, message):
-    with pytest.raises(ValueError, match=message):
-        cache_groups(arguments, **options)
-
-
-@pytest.mark.parametrize("field", ["token_bytes", "sliding_window", "scale_bytes"])
-def test_wrong_shapes_are_named(field):
-    with pytest.raises(ValueError, match=f"{field}: expected an int"):
-        LayerShape(**({"token_bytes": 64} | {field: -1}))

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.kvcore import LRU, Adaptive, KVCache
-from quire.kvcore.policies import adaptive, base
+from quire.kvcore import LRU, Adaptive, GroupSpec, KVCache
 from quire.kvcore.policies.returns import Record, Returns, hazard
-from tests.kvcore.engine import Engine, groups
-from tests.kvcore.tier.setup import Setup
+from tests.kvcore.engine import Runner
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +28,7 @@ def policies_of_documents() -> list[type]:
     return [names[name] for name in ("LFU", "GDSF", "S3FIFO")]
 
 
-GEMMA = ((32, None), (16, 64), (16, 64))
+STATE = GroupSpec("state", "state", 4, 4096)
 POLICIES = [LRU, Adaptive, *policies_of_documents()]
 
 
@@ -81,31 +79,6 @@ def test_a_policy_gives_back_each_entry_once(make):
     assert popped(policy) == [b"0"]
 
 
-@pytest.mark.parametrize("make", [LRU, Adaptive])
-def test_what_was_discarded_costs_no_later_look(make, monkeypatch):
-    """`coming` is called in each step where tiers are: it skips a discarded entry at most once."""
-    looked, in_order = [], base.in_order
-
-    def counted(heap):
-        for item in in_order(heap):
-            looked.append(item)
-            yield item
-
-    monkeypatch.setattr(base, "in_order", counted)
-    monkeypatch.setattr(adaptive, "in_order", counted)
-    policy = make()
-    entries = [Fake(b"%d" % i, last_used=i) for i in range(500)]
-    for e in entries:
-        policy.add(e)
-    assert policy.coming(500) == entries
-    for e in entries[:400]:
-        policy.discard(e)
-    looked.clear()
-    assert policy.coming(10) == entries[400:410]
-    assert len(looked) <= 11
-    assert popped(policy) == [e.key for e in entries[400:]]
-
-
 @pytest.mark.parametrize("policy", [Adaptive, LRU])
 def test_a_policy_remembers_no_more_than_what_is_filed(policy):
     """Every request that shares a chain takes its entry out and files it again."""
@@ -133,7 +106,8 @@ def test_the_least_recently_used_goes_first_and_the_deepest_among_equals(make):
 def edited_chats(policy, turns, first=0):
     """Ask prompts of ten segments, each resumed one segment before its end by the next.
 
-    Each leaves entries at that segment, at its end and after the answer. Returns those of the last prompt.
+    Each leaves entries at that segment, at its end and after the answer. Returns those of the last
+    prompt.
     """
     for turn in range(first, first + turns):
         said = [f"{turn}.{i}" for i in range(10)]
@@ -252,62 +226,48 @@ def test_returns_forget_the_record_that_was_renewed_first():
     assert len(returns.records) == 1024 and next(iter(returns.records)) == key(2)
 
 
+# In a cache.
+
+
 def test_no_dense_page_of_a_running_request_is_counted_as_freed():
-    e = Engine(
-        groups(*GEMMA), num_pages=200, max_requests=2, max_model_len=1024, retention="latest"
-    )
-    prompt = [*range(320)]
-    e.admit("a", prompt)
+    e = Runner((32, None), (16, 64), (16, 64), retention="latest")
+    e.admit("a", range(320))
     e.finish_prompt("a")
     [point] = [p for run in e.kv.index.runs() for p in run.points.values() if p.depth == 10]
     assert (point.gain, point.num_pages, point.freed) == (1, 8 + 1, 8)
-    e.release("a")
+    e.kv.release("a")
     assert (point.gain, point.num_pages, point.freed) == (1, 8 + 1, 8 + 1)
-    dense = Engine(groups((8, None), (8, None)), num_pages=99, max_requests=2, max_model_len=99)
-    dense.run("a", prompt[:41])
+    dense = Runner((8, None), (8, None))
+    dense.run("a", range(41))
     [run] = dense.kv.index.runs()
     assert (run.gain, run.num_pages, run.freed) == (5, 10, 10)
 
 
-def test_a_policy_of_ones_own_decides():
-    e = Engine(
-        groups(*GEMMA),
-        num_pages=90,
-        max_requests=2,
-        max_model_len=512,
-        policy=policies_of_documents()[0](),
-    )
+@pytest.mark.parametrize("make", POLICIES)
+def test_what_is_used_often_outlives_what_is_used_once(make):
+    """By the policies that count uses; all of them leave a sound cache."""
+    e = Runner((32, None), (16, 64), num_pages=90, policy=make())
     loved = list(range(200))
     for i in range(4):
         e.run(("loved", i), loved)
     for i in range(10):
-        e.run(i, list(range(1000 * (i + 1), 1000 * (i + 1) + 200)))
-        e.check()
-    assert e.kv.match(loved).num_tokens == 192
+        e.run(i, range(1000 * (i + 1), 1000 * (i + 1) + 200))
+        e.kv.check_invariants()
     points = [point for run in e.kv.index.runs() for point in run.points.values()]
-    assert max(point.num_uses for point in points) == 3
-
-
-# Entries that come next, and policies of a host tier.
+    if make.__name__ in ("LFU", "S3FIFO"):
+        assert e.kv.match(loved).num_tokens == 192 and max(p.num_uses for p in points) == 3
 
 
 def busy(policy, specs) -> KVCache:
     """A cache with some dozen entries, used differently often."""
-    kv = KVCache(specs, num_pages=1500, max_requests=4, max_model_len=300, policy=policy)
-    rng = random.Random(0)
+    e, rng = Runner(*specs, num_pages=1500, policy=policy), random.Random(0)
     for i in range(60):
-        base = rng.randrange(8)
-        tokens = [base] * rng.randint(10, 120) + [i] * rng.randint(1, 60)
-        slot = kv.admit(i, kv.match(tokens))
-        done = int(kv.num_computed[slot])
-        kv.commit(kv.plan([slot], [len(tokens) - done]), tokens[done:])
-        kv.release(i)
-    return kv
+        shared = [rng.randrange(8)] * rng.randint(10, 120)
+        e.run(i, shared + [i] * rng.randint(1, 60), chunk=200)
+    return e.kv
 
 
-@pytest.mark.parametrize(
-    "specs", [groups((8, None), (4, 10)), groups((8, None))], ids=["hybrid", "dense"]
-)
+@pytest.mark.parametrize("specs", [((8, None), (4, 10)), ((8, None),)], ids=["hybrid", "dense"])
 @pytest.mark.parametrize("make", [LRU, Adaptive])
 def test_coming(make, specs):
     policy, twin = (busy(make(), specs).index.policy for _ in range(2))
@@ -328,6 +288,35 @@ def test_coming(make, specs):
     if make is LRU:
         assert gone[:10] == found
     assert gone[0] in found
+
+
+@pytest.mark.parametrize(
+    "specs", [((8, None),), ((8, None), (4, 10), STATE)], ids=["dense", "state"]
+)
+def test_long_traffic_keeps_memory_bounded(specs):
+    """Requests of a few prompts come, hit, decode and go, in a pool that is always full."""
+    e, rng = Runner(*specs, num_pages=60, policy=LRU()), random.Random(0)
+    prompts = [[rng.randrange(50) for _ in range(rng.randint(10, 100))] for _ in range(12)]
+    for i in range(150):
+        e.run(i, rng.choice(prompts), [7] * rng.randrange(8), chunk=16)
+        if i % 50 == 49:
+            stats, policy = e.kv.stats(), e.kv.index.policy
+            entries = stats["resume_points"] + stats["cached_segments"]
+            assert len(e.kv.index._useless) <= 2 * stats["cached_segments"]
+            assert len(policy._heap) + len(policy._tickets) <= 6 * entries + 1024
+    assert stats["evicted_segments"] > 25
+
+
+def test_a_prefix_without_a_resume_point_is_listed_once():
+    e = Runner((8, None), STATE)
+    for i in range(50):
+        e.admit(i, [1] * 30)
+        e.step(i)  # ends at no boundary: the state is kept nowhere
+        e.kv.release(i)
+    assert e.kv.stats()["resume_points"] == 0 and len(e.kv.index._useless) == 1
+
+
+# Policies of a host tier.
 
 
 def test_a_tier_of_adaptive_learns_with_the_cache():
@@ -371,11 +360,3 @@ def test_an_entry_that_another_place_keeps_has_no_stand_in():
             pass
         found.append(chance(device, shorter) > before)
     assert found == [True, False]
-
-
-@pytest.mark.parametrize("policy", [Adaptive, LRU])
-def test_a_host_without_a_policy_learns_with_the_cache_if_it_can(policy):
-    s = Setup(policy=policy(), policy_of_host=None)
-    host = s.tiers.index.policy
-    assert type(host) is policy
-    assert policy is LRU or host._returns is s.e.kv.index.policy._returns

@@ -6,9 +6,21 @@ import re
 import numpy as np
 import pytest
 
-from quire.kvcore import LRU, EventLog, GroupSpec, KVCache, linear_table, paged_rows
+from quire.kvcore import (
+    LRU,
+    EventLog,
+    GroupSpec,
+    KVCache,
+    LayerShape,
+    WorkerTables,
+    cache_groups,
+    linear_table,
+    paged_rows,
+    step_arrays,
+)
 from quire.kvcore.policies.base import Ranked
-from tests.kvcore.engine import Engine, groups
+from quire.kvcore.tier import Tiers
+from tests.kvcore.engine import Runner, groups
 from tests.kvcore.expected import digest
 
 NAN, INF = math.nan, math.inf
@@ -16,6 +28,12 @@ OPTIONS = {"num_pages": 60, "max_requests": 2, "max_model_len": 100, "max_draft_
 SPEC = {"name": "g", "kind": "window", "block_size": 4, "page_bytes": 1, "sliding_window": 9}
 NO_INTS = [True, 1.0, NAN, "1", None, -(10**30), 10**30]
 STATE = GroupSpec("state", "state", 4, 4096)
+LISTS = {"reads": "pages", "adopt": False, "append_only": True}
+NOT_LISTS = (
+    {"reads": "step"}, {"adopt": True}, {"track_deltas": True}, {"events": EventLog()}, {"max_draft_tokens": 2},
+    {"replay_tokens": 9},
+)  # fmt: skip
+TIER = {"num_pages": 10, "bytes_per_second": 1e9, "prefill_tokens_per_second": 1.0}
 
 
 def cache(*specs, **options) -> KVCache:
@@ -50,11 +68,41 @@ def test_arguments_of_a_cache(name, bad):
         (lambda: cache(GroupSpec("d", "dense", 4, 4096, lookahead=5)), "lookahead: expected at most one segment of 4"),
         (lambda: EventLog(0), "capacity: expected"), (lambda: EventLog(max_bytes=0), "max_bytes: expected"),
         (lambda: EventLog().take(0), "most: expected"), (lambda: EventLog(identities=1), "identities: expected True or False, got 1"),
+        *((lambda spec=spec: cache(spec, **OPTIONS | {"max_draft_tokens": 0} | LISTS), "groups: expected dense and window groups.*name='s'")
+          for spec in (GroupSpec("s", "state", 8, 1), GroupSpec("s", "dense", 8, 1, lookahead=1))),
+        *((lambda bad=bad: cache(**{"max_draft_tokens": 0} | LISTS | bad), "append_only: expected False but with reads='pages'")
+          for bad in NOT_LISTS),
+        (lambda: cache_groups([]), "layers: expected at least one LayerShape, got none"),
+        (lambda: cache_groups([4096]), "layers: expected LayerShapes, got 4096"),
+        (lambda: cache_groups([LayerShape(64)], base_block_size=0), "base_block_size: expected an int >= 1, got 0"),
+        *((lambda field=field: LayerShape(**{"token_bytes": 64} | {field: -1}), f"{field}: expected an int")
+          for field in ("token_bytes", "sliding_window", "scale_bytes")),
+        *((lambda name=name: WorkerTables(groups((4, None)), **{"max_requests": 1, "max_model_len": 9} | {name: -1}), f"{name}: expected an int")
+          for name in ("max_requests", "max_model_len", "max_draft_tokens")),
+        (lambda: Tiers(object(), **TIER), "kv: expected a KVCache, got <"),
+        (lambda: Tiers(cache(enable_caching=False), **TIER), "kv: expected a cache with enable_caching"),
+        (lambda: Tiers(cache(policy=FourMethods()), **TIER), r"kv: expected a policy with coming\(n\), got <"),
+        *((lambda bad=bad: Tiers(cache(), **TIER | bad), message) for bad, message in (
+            ({"prefill_tokens_per_second": 0}, "prefill_tokens_per_second: expected a finite numb"),
+            ({"bytes_per_second": NAN}, "bytes_per_second: expected a finite number > 0"),
+            ({"num_pages": 1}, "num_pages: expected an int >= 2, got 1"),
+            ({"page_bytes": 0}, "page_bytes: expected an int >= 1, got 0"),
+            ({"watermark": -1}, "watermark: expected an int >= 0, got -1"),
+            ({"policy": LRU}, r"policy: expected an eviction policy, such as LRU\(\), got <class"),
+        )),
     ],
 )  # fmt: skip
 def test_other_constructors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+class FourMethods:
+    """A policy of the four methods alone."""
+
+    def __init__(self):
+        lru = LRU()
+        self.add, self.discard, self.pop, self.asked = lru.add, lru.discard, lru.pop, lru.asked
 
 
 @pytest.mark.parametrize(
@@ -200,28 +248,123 @@ def test_calls_that_need_something_first():
     kv.check_invariants()
 
 
-@pytest.mark.parametrize("window", [100, 101, 2**31, 2**62])
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_a_window_past_the_longest_sequence_is_all_of_it(window, drafts):
-    """Its tables and tails are as long as those of a window of max_model_len, and it hits the same."""
-    options = OPTIONS | {"max_draft_tokens": drafts, "num_pages": 200}
-    e, same = (Engine(groups((4, None), (4, w)), **options) for w in (window, 100))
-    assert e.kv.layout.num_columns == same.kv.layout.num_columns
-    for i, n in enumerate((30, 97, 60, 97)):
-        hits = [x.run(i, list(range(n)), [5] * (99 - n), chunk=16).num_tokens for x in (e, same)]
-        assert hits[0] == hits[1]
-        e.check()
-    assert hits[0] > 0
-
-
 def test_numbers_at_the_edge_are_taken():
     kv = cache(num_pages=np.int32(60), max_model_len=np.int64(100), retention=np.int64(8))
     assert kv.num_pages == 60 and kv.interval == 8 and kv.evict(2**62) == 0
+    for window in (100, 2**31, 2**62):  # past the longest sequence it is all of it
+        layout = cache((4, None), (4, window)).layout
+        assert layout.num_columns == cache((4, None), (4, 101)).layout.num_columns
     kv = running()
     match = kv.match([1] * 30)
     assert kv.pin(match, now=0.0, ttl=5.0) == 8
     assert kv.expire_pins(np.float64(4.9)) == 0 and kv.expire_pins(5) == 1
     assert kv.pin(match, now=0, ttl=INF) == 8 and kv.expire_pins(1e300) == 0
+
+
+# Steps in flight.
+
+
+def in_flight() -> tuple[KVCache, int, int]:
+    """A cache whose request 0 has a step of 9 tokens in flight, while request 1 has not started."""
+    kv = KVCache(groups((4, None), (4, 9)), num_pages=20, max_requests=3, max_model_len=100, max_draft_tokens=2)  # fmt: skip
+    a, b = (kv.admit(i, kv.match([i] * 9)) for i in range(2))
+    kv.reserve(a, 9)
+    kv.arrays([a], [0], [9])
+    return kv, a, b
+
+
+HELD = "expected a request that no step holds"
+RESERVE, ADVANCE = lambda kv, a, b: kv.reserve(b, 9), lambda kv, a, b: kv.advance(a, 9)
+REFUSED = {  # calls before, the call, the start of the error
+    "release": (lambda kv, a, b: kv.release(0), f"request_id: {HELD}"),
+    "reset": (lambda kv, a, b: kv.reset(end_requests=True), f"end_requests: {HELD}"),
+    "rollback": (lambda kv, a, b: kv.rollback(a, 1), f"slots: {HELD}"),
+    "plan": (lambda kv, a, b: kv.plan([b, a], [1, 1]), f"slots: {HELD}"),
+    "reserve": (lambda kv, a, b: kv.reserve(a, 10), f"slots: {HELD}"),
+    "reserve of several": (lambda kv, a, b: kv.reserve([b, a], [1, 10]), f"slots: {HELD}"),
+    "plan beside what is reserved": (RESERVE, lambda kv, a, b: kv.plan([b], [1]), "slots: expected a request without reserved"),
+    "arrays of nothing reserved": (lambda kv, a, b: kv.arrays(b, 0, 9), "ends: expected tokens whose pages are reserved, got 9 of slot 1"),
+    "arrays past it": (RESERVE, lambda kv, a, b: kv.arrays(b, 0, 13), "ends: expected tokens whose pages are reserved, got 13"),
+    "arrays far before it": (RESERVE, lambda kv, a, b: kv.arrays(b, 0, 6), r"ends: expected at least \[7\], got \[6\]"),
+    "arrays from elsewhere": (RESERVE, lambda kv, a, b: kv.arrays(b, 1, 9), r"starts: expected num_computed \[0\], got \[1\]"),
+    "no tokens": (lambda kv, a, b: kv.arrays(b, 0, 0), r"ends: expected at least \[1\]"),
+    "advance of nothing reserved": (lambda kv, a, b: kv.advance(b, 9), "ends: expected tokens whose pages are reserved"),
+    "too many rejected": (lambda kv, a, b: kv.advance(a, 6), r"ends: expected at least \[7\], got \[6\]"),
+    "more than reserved": (lambda kv, a, b: kv.advance(a, 13), "ends: expected tokens whose pages are reserved, got 13"),
+    "oldest query of rings": (lambda kv, a, b: kv.advance(a, 9, 3), "oldest_query, keep_tails: expected None and True"),
+    "publish before advance": (lambda kv, a, b: kv.publish(a, 9, [1] * 9), r"upto: expected 0..0 of slot 0"),
+    "rollback of unpublished": (ADVANCE, lambda kv, a, b: kv.rollback(a, 1), "slots: expected a request whose tokens are published, got slot 0, of which 0"),
+    "plan of unpublished": (ADVANCE, lambda kv, a, b: kv.plan([a], [1]), "slots: expected a request whose tokens are published"),
+    "publish past it": (ADVANCE, lambda kv, a, b: kv.publish(a, 10, [1] * 10), r"upto: expected 0..9 of slot 0"),
+    "publish back": (ADVANCE, lambda kv, a, b: kv.publish(a, 9, [0] * 9), lambda kv, a, b: kv.publish(a, 8), r"upto: expected 9..9 of slot 0"),
+    "too few tokens": (ADVANCE, lambda kv, a, b: kv.publish(a, 9, [1] * 8), r"tokens: expected 9, \[9\] of each request, got 8"),
+    "keys of tokens": (ADVANCE, lambda kv, a, b: kv.publish(a, 9, keys=b"k" * 64), "keys: expected None, as slot 0 was admitted with tokens"),
+    "too many tokens": (lambda kv, a, b: kv.reserve(b, 101), "ends: slot 1 would reach 101 tokens"),
+    "one of several too long": (lambda kv, a, b: kv.reserve([b], [101]), "ends: slot 1 would reach 101 tokens"),
+    "unknown slot": (lambda kv, a, b: kv.reserve(2, 1), "slot: expected the slot of an admitted request"),
+    "no int": (lambda kv, a, b: kv.reserve(b, 1.0), "ends: expected an int"),
+    "twice": (lambda kv, a, b: kv.reserve([b, b], [1, 1]), "slots: expected distinct slots"),
+    "uneven": (lambda kv, a, b: kv.reserve([b], [1, 1]), "slots, ends: expected two vectors of one length"),
+    "plan of a slot that was left": (lambda kv, a, b: (kv.plan([b], [1]), kv.release(1)), lambda kv, a, b: kv.plan([b], [1]), "slots: expected slots of admitted requests"),
+    "pages of rings": (lambda kv, a, b: kv.pages_of(a), "pages_of: expected a cache with append_only=True"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_calls_that_would_harm_a_step_in_flight(name):
+    *before, call, message = REFUSED[name]
+    kv, a, b = in_flight()
+    for action in before:
+        action(kv, a, b)
+    digest_before = digest(kv)
+    with pytest.raises(ValueError, match=message):
+        call(kv, a, b)
+    assert digest(kv) == digest_before
+    kv.check_invariants()
+
+
+def test_calls_of_a_cache_without_tables():
+    kv = KVCache(groups((4, None), (4, 5)), num_pages=60, max_requests=4, max_model_len=100, **LISTS)  # fmt: skip
+    for i in range(2):
+        kv.reserve(kv.admit(i, kv.match([i] * 20)), 20)
+    for call, message in (
+        (lambda: kv.plan([0], [20]), "plan: expected a cache with tables"),
+        (lambda: kv.arrays([0], [0], [20]), "arrays: expected a cache with tables"),
+        (lambda: kv.rollback(0, 1), "rollback: expected a cache with tables"),
+        (lambda: kv.table(0), "table: expected a cache with tables"),
+        (lambda: kv.tables, "tables: expected a cache with tables"),
+        (lambda: kv.publish(0, 25, [1] * 25), r"upto: expected 0\.\.20 of slot 0"),
+        (lambda: kv.reserve(0, 101), "ends: slot 0 would reach 101 tokens"),
+        (lambda: kv.advance([0, 3], [8, 8]), "slot"),
+        (lambda: kv.advance([0, 1], [8, 99]), "ends: expected 0..20 of slot 1, as many as have pages, got 99"),
+        (lambda: kv.advance([0, 1], [8, -1]), "ends: expected 0..20 of slot 1"),
+        (lambda: kv.advance([0, 1], [8]), "slots, ends"),
+        (lambda: kv.advance([0, 1], [8, 8], [8]), "slots, oldest_query"),
+    ):  # fmt: skip
+        before = digest(kv)
+        with pytest.raises(ValueError, match=message):
+            call()
+        assert digest(kv) == before, message
+
+
+def test_calls_of_workers_and_tiers():
+    kv = cache()
+    tiers = Tiers(kv, **TIER)
+    slot = kv.admit("a", kv.match([1] * 40))
+    tracked = cache(track_deltas=True)
+    tracked.commit(tracked.plan([tracked.admit("a", tracked.match([1] * 40))], [40]), [1] * 40)
+    step = step_arrays(tracked, tracked.plan([0], [1]))
+    worker = WorkerTables(groups((4, None)), max_requests=1, max_model_len=4)
+    for call, message in (
+        (lambda: Tiers(kv, **TIER), "kv: expected a cache without tiers"),
+        (lambda: tiers.stores(-1), "max_bytes: expected an int >= 0, got -1"),
+        (lambda: tiers.load(kv.match([1])), r"match: expected what `Tiers\.match` returned, got"),
+        (lambda: worker.update(step), "step: expected indices below 1, "),
+        (lambda: step_arrays(kv, kv.plan([slot], [1])), "track_deltas: expected True at construction"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert worker.take_deltas()[0].size == 0 and not worker.tables.any()
 
 
 # Code that a cache calls.
@@ -240,7 +383,7 @@ class Stubborn(LRU):
 @pytest.mark.parametrize("case", ["nothing", "an-evicted-entry", "a-used-entry", "anything"])
 def test_a_policy_that_chooses_what_it_may_not_is_named(specs, case):
     policy = Stubborn()
-    e = Engine(groups(*specs), policy=policy, num_pages=50, max_requests=3, max_model_len=300)
+    e = Runner(*specs, policy=policy, num_pages=50)
     e.run("old", [1] * 50, chunk=8)
     if case == "an-evicted-entry":
         gone = []
@@ -250,46 +393,34 @@ def test_a_policy_that_chooses_what_it_may_not_is_named(specs, case):
         policy.answer = lambda p: gone[0]
     elif case == "a-used-entry":
         e.admit("a", [1] * 60)
-        used = e.kv._chains.runs[e.slots["a"]]
+        used = e.kv._chains.runs[e.kv.slot_of("a")]
         policy.answer = lambda p: used
     else:
         policy.answer = lambda p: None if case == "nothing" else "x"
     e.run("other", [3] * 40, chunk=8)
     with pytest.raises(RuntimeError, match="policy: expected pop to return an entry that was"):
         e.kv.evict(e.kv.num_evictable_pages)
-    e.check()
     policy.answer = LRU.pop
     e.kv.evict(e.kv.num_evictable_pages)
-    e.check()
+    e.kv.check_invariants()
 
 
-@pytest.mark.parametrize("rank", [NAN, None, "1", (1, 2)])
-def test_a_rank_that_is_no_number_is_raised_by_an_eviction(rank):
+def test_ranks_and_classes_of_ranked_policies():
     class Bad(Ranked):
-        def rank(self, entry):
-            return rank
+        def __init__(self, value, *, least=0):
+            self.value = value
 
-    e = Engine(groups((4, None)), policy=Bad(), **OPTIONS)
+        def rank(self, entry):
+            return self.value
+
+    for value in (NAN, None, "1", (1, 2)):
+        e = Runner((4, None), policy=Bad(value))
+        e.run("a", [1] * 30)
+        with pytest.raises(ValueError, match="rank: Bad: expected a number, got "):
+            e.kv.evict(3)
+        e.kv.check_invariants()
+    e = Runner((4, None), policy=Bad(np.int64(2), least=1))
     e.run("a", [1] * 30)
-    with pytest.raises(ValueError, match="rank: Bad: expected a number, got "):
-        e.kv.evict(3)
-    e.check()
-
-
-def test_a_policy_without_rank_is_refused_and_one_with_its_own_init_works():
-    class Nothing(Ranked):
-        pass
-
-    class Own(Ranked):
-        def __init__(self, weight, *, least=0):
-            self.weight = weight
-
-        def rank(self, entry):
-            return self.weight * np.int64(entry.last_used)
-
+    assert e.kv.evict(3) >= 3
     with pytest.raises(TypeError, match=r"policy: Nothing must define rank\(entry\)"):
-        Nothing()
-    e = Engine(groups((4, None)), policy=Own(2, least=1), **OPTIONS)
-    e.run("a", [1] * 30)
-    e.kv.evict(3)
-    e.check()
+        type("Nothing", (Ranked,), {})()

@@ -1,12 +1,104 @@
-"""Steps built request by request with `reserve`, `arrays`, `advance` and `publish`."""
+"""Steps by `plan` and `commit`, and by `reserve`, `arrays`, `advance` and `publish`."""
 
 import pytest
 
-from quire.kvcore import GroupSpec, KVCache, OutOfPages, StepPlan, linear_table, paged_rows
-from tests.kvcore.engine import groups
+from quire.kvcore import GroupSpec, KVCache, OutOfPages, linear_table, paged_rows
+from tests.kvcore.engine import Runner, groups
 from tests.kvcore.expected import digest
 
 STATE = GroupSpec("state", "state", 4, 4096)
+LISTS = {"reads": "pages", "adopt": False, "append_only": True}
+
+
+def small(**options) -> KVCache:
+    sizes = {"num_pages": 20, "max_requests": 3, "max_model_len": 100}
+    return KVCache(groups((4, None), (4, 9)), **(sizes | options))
+
+
+def admitted(kv: KVCache, *prompts: list[int]) -> list[int]:
+    return [kv.admit(i, kv.match(p)) for i, p in enumerate(prompts)]
+
+
+# Only the newest plan of a cache can be committed.
+
+
+def fails(call, *args) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        call(*args)
+
+
+CHANGES = {
+    "plan": lambda kv: kv.plan([1], [1]),
+    "commit": lambda kv: kv.commit(kv.plan([1], [1]), [2]),
+    "admit": lambda kv: kv.admit("new", kv.match([9] * 9)),
+    "release": lambda kv: kv.release("b"),
+    "rollback": lambda kv: kv.rollback(1, 1),
+    "evict": lambda kv: kv.evict(1),
+    "evict-nothing": lambda kv: kv.evict(0),
+    "clear": lambda kv: kv.clear(),
+    "reserve": lambda kv: kv.reserve(1, 30),
+    "arrays": lambda kv: (kv.reserve(1, 13), kv.arrays(1, 10, 13)),
+    "advance": lambda kv: kv.advance(1, 10),
+}
+NO_CHANGES = {
+    "match": lambda kv: kv.match([1] * 30),
+    "cut": lambda kv: kv.cut([0], [9]),
+    "describe": lambda kv: (kv.describe(), kv.stats(), kv.check_invariants()),
+    "out-of-pages": lambda kv: kv.plan([0], [180]),
+    "bad-plan": lambda kv: fails(kv.plan, [0], [0]),
+    "bad-release": lambda kv: fails(kv.release, "unknown"),
+    "bad-rollback": lambda kv: fails(kv.rollback, 1, 99),
+    "bad-admit": lambda kv: fails(kv.admit, "a", kv.match([1])),
+    # Pins change the order of eviction alone.
+    "pins": lambda kv: (
+        kv.pin(kv.match([1] * 30), now=0.0, ttl=1.0),
+        kv.unpin(kv.match([1] * 30)),
+        kv.expire_pins(2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*CHANGES, *NO_CHANGES])
+def test_what_changes_a_page_or_a_request_voids_a_plan(name):
+    pages = 30 if name in NO_CHANGES else 120
+    e = Runner((8, None), (4, 10), STATE, num_pages=pages, max_model_len=200, max_draft_tokens=2)
+    kv = e.kv
+    e.run("old", [1] * 29, [5])
+    e.admit("a", [3] * 20)
+    e.admit("b", [2] * 9)
+    e.finish_prompt("b")
+    e.decode("b", [2])
+    plan = kv.plan([0], [20])
+    result = (CHANGES | NO_CHANGES)[name](kv)
+    assert isinstance(result, OutOfPages) == (name == "out-of-pages")
+    before = digest(kv)
+    if name in CHANGES:
+        with pytest.raises(ValueError, match="plan: expected the newest plan of this cache"):
+            kv.commit(plan, [3] * 20)
+    else:
+        with pytest.raises(ValueError, match="input_ids: expected 20 tokens"):
+            kv.commit(plan, [3])
+    assert digest(kv) == before
+    if name in NO_CHANGES:
+        kv.commit(plan, [3] * 20)
+        assert kv.num_computed[0] == 20
+    kv.check_invariants()
+
+
+def test_keys_that_are_published_void_a_plan_of_another_request():
+    kv = small(num_pages=60)
+    keyed = kv.admit("keyed", kv.match(keys=b"", num_tokens=9))
+    other = kv.admit("other", kv.match([1] * 9))
+    kv.reserve(keyed, 8)
+    kv.arrays(keyed, 0, 8)
+    kv.advance(keyed, 8)
+    plan = kv.plan([other], [9])
+    kv.publish(keyed, 8, keys=b"k" * 64)
+    with pytest.raises(ValueError, match="plan: expected the newest plan of this cache"):
+        kv.commit(plan, [1] * 9)
+
+
+# Tables of a step.
 
 
 def test_tables_of_a_step_are_refused_where_pages_do_not_hold_its_rows():
@@ -14,14 +106,11 @@ def test_tables_of_a_step_are_refused_where_pages_do_not_hold_its_rows():
         kv = small(num_pages=40, reads=reads)
         (a,) = admitted(kv, [1] * 60)
         plan = kv.plan([a], [40])
-        assert plan.copies.shape == (0, 2)
         assert linear_table(kv, 0, plan)[0].tolist() == (plan.slot_mapping[0, ::4] // 4).tolist()
         if reads == "pages":
             assert linear_table(kv, 1, plan)[0].all()
         else:
-            with pytest.raises(
-                ValueError, match="rows of group 'g1' all have pages, got one with 32"
-            ):
+            with pytest.raises(ValueError, match="group 'g1' all have pages, got one with 32"):
                 linear_table(kv, 1, plan)
         kv.commit(plan, [1] * 40)
         live = 2 if reads == "step" else 3  # what the step alone needed is free again
@@ -30,56 +119,64 @@ def test_tables_of_a_step_are_refused_where_pages_do_not_hold_its_rows():
             paged_rows(kv, 0, plan)
         plan = kv.plan([a], [1])  # one token a request: nothing is missing
         assert (linear_table(kv, 1, plan)[0, 8:] > 0).all()
-    with pytest.raises(ValueError, match="reads: expected 'step' or 'pages', got 'tokens'"):
-        small(reads="tokens")
 
 
-def small(**options) -> KVCache:
-    return KVCache(
-        groups((4, None), (4, 9)),
-        **({"num_pages": 20, "max_requests": 3, "max_model_len": 100} | options),
-    )
+def test_tables_of_a_replay_have_the_cached_pages_of_the_rows_computed_again():
+    kv = small(num_pages=80, reads="pages", retention="latest", replay_tokens=8)
+    long, other = list(range(60)), [*range(44), *[99] * 20]
+    (a,) = admitted(kv, long)
+    kv.commit(kv.plan([a], [60]), long)
+    cached = kv.table(0)[a, :11].copy()
+    kv.release(0)
+    match = kv.match(other)
+    assert (match.replay_from, match.replay_to) == (36, 44)
+    slot = kv.admit("other", match)
+    new, plan = kv.reserve(slot, 56), kv.arrays(slot, 36, 56)
+    tables = linear_table(kv, 0, plan)[0]
+    assert tables[:11].tolist() == cached.tolist() and (tables[11:14] > 0).all()
+    assert plan.replay_rows.tolist() == [*range(8)]
+    assert (linear_table(kv, 1, plan)[0, 9:14] > 0).all()
+    assert new[0] == tables[11:14].tolist() and len(new[1]) == 5
 
 
-def admitted(kv: KVCache, *prompts: list[int]) -> list[int]:
-    return [kv.admit(i, kv.match(p)) for i, p in enumerate(prompts)]
+def test_only_survivors_get_pages():
+    e = Runner((32, None), (16, 64), (16, 64), max_model_len=9000, retention="latest")
+    e.admit("a", range(9000))
+    written = (e.step("a", 8192).slot_mapping >= 0).sum(axis=1).tolist()
+    assert written == [8192, 64, 64]  # of windows the last 63 tokens, in whole blocks
+    assert e.kv.stats()["pages_in_use"] == 8192 // 32 + 2 * 4
 
 
-def launched(kv: KVCache, slots: list[int], counts: list[int]) -> StepPlan:
-    """Reserve and lay out a step."""
-    starts = kv.num_computed[slots]
-    assert not isinstance(kv.reserve(slots, starts + counts), OutOfPages)
-    return kv.arrays(slots, starts, starts + counts)
+FAR = (GroupSpec("dense", "dense", 512, 4096), (16, 32))  # a ring has room for 34 blocks
 
 
-def test_new_pages_are_told_in_the_order_of_their_blocks_and_again_by_slots():
-    kv = KVCache(
-        groups((4, None), (4, 9), STATE), num_pages=40, max_requests=3, max_model_len=100,
-        max_draft_tokens=3, reads="pages",
-    )  # fmt: skip
-    a, b = admitted(kv, [1] * 10, [2] * 30)
-    first, (second,) = kv.reserve(a, 13), kv.reserve([b], [7])
-    assert [len(pages) for pages in first] == [4, 4, 0]  # a state's are in `state_pages`
-    assert [len(pages) for pages in second] == [2, 2, 0]
-    plan = kv.arrays([a, b], [0, 0], [10, 7])
-    assert plan.cu_seqlens_q.tolist() == [0, 10, 17] and plan.seq_lens.tolist() == [10, 7]
-    more = kv.arrays([a, b], [0, 0], [13, 7])  # with the slots of a drafter within the step
-    assert more.seq_lens.tolist() == [13, 7]
-    for t in (0, 1):
-        where = [first[t][p // 4] * 4 + p % 4 for p in range(13)]
-        assert more.slot_mapping[t, :13].tolist() == where
-        assert plan.slot_mapping[t, :10].tolist() == where[:10]
-        assert plan.slot_mapping[t, 10:].tolist() == more.slot_mapping[t, 13:].tolist()
-    assert (plan.state_pages[2] > 0).all() and plan.copies.tolist() == more.copies.tolist()
-    kv.check_invariants()
-    free = kv.num_free_pages
-    kv.advance([a, b], [10, 7])
-    # Block 3 of two tables, of tokens that did not come, and two snapshots of no boundary.
-    assert kv.num_free_pages == free + 4
-    assert kv.num_computed[[a, b]].tolist() == [10, 7]
-    kv.publish([a, b], [10, 7], [1] * 10 + [2] * 7)
-    kv.check_invariants()
-    assert kv.match([1] * 30).dense_tokens == 8
+@pytest.mark.parametrize("specs", [((256, None), (64, 128)), FAR], ids=["v4", "far-boundaries"])
+def test_a_ring_holds_the_window_and_the_tail_of_the_last_boundary(specs):
+    e = Runner(*specs, max_model_len=4096)
+    e.admit("a", range(e.kv.alignment))
+    e.step("a")
+    held = []
+    for t in range(600):
+        e.decode("a", [t])
+        held.append(int((e.kv.table(1)[0] != 0).sum()))
+    assert max(held) == 5 and min(held) >= 2, "2 blocks of the tail, and 3 of the window"
+
+
+# What a request cannot get.
+
+
+def test_out_of_pages_is_a_value_and_changes_nothing():
+    e = Runner((32, None), (16, 64), (16, 64), num_pages=40, max_model_len=4096)
+    e.admit("a", range(400))
+    e.step("a", 200)
+    e.admit("b", range(1000, 3000))
+    before = digest(e.kv)
+    out = e.step("b")
+    # Dense blocks; of each window the next query's rows and the tail of boundary 1536.
+    assert out.needed == 63 + 2 * (5 + 4) and out.free == e.kv.num_free_pages and out.evictable == 0
+    assert out.group == "g0" and out.per_group == {"g0": 63, "g1": 9, "g2": 9}
+    assert "81" in str(out) and "g0" in str(out)
+    assert digest(e.kv) == before
 
 
 def test_pages_that_must_stay_available_refuse_a_request_and_change_nothing():
@@ -87,9 +184,8 @@ def test_pages_that_must_stay_available_refuse_a_request_and_change_nothing():
     (a,) = admitted(kv, [1] * 21)
     kv.commit(kv.plan([a], [21]), [1] * 21)
     kv.release(0)
-    free, match = kv.num_free_pages, kv.match([1] * 21)
-    every = free + kv.num_evictable_pages
-    assert match.num_tokens == 20 and every == 29
+    match = kv.match([1] * 21)
+    every = kv.num_free_pages + kv.num_evictable_pages
     before = digest(kv)
     out = kv.admit("b", match, least=every)  # the hit needs some of these
     assert isinstance(out, OutOfPages) and out.needed == every > out.free + out.evictable
@@ -103,75 +199,59 @@ def test_pages_that_must_stay_available_refuse_a_request_and_change_nothing():
     kv.check_invariants()
 
 
-def in_flight() -> tuple[KVCache, int, int]:
-    kv = small(max_draft_tokens=2)
-    a, b = admitted(kv, [1] * 9, [2] * 9)
-    launched(kv, [a], [9])
-    return kv, a, b
-
-
-def after(kv: KVCache, slot: int, call) -> None:
-    kv.advance(slot, 9)
-    call()
-
-
-HELD = "expected a request that no step holds"
-REFUSED = {
-    "release": (lambda kv, a, b: kv.release(0), f"request_id: {HELD}"),
-    "reset": (lambda kv, a, b: kv.reset(end_requests=True), f"end_requests: {HELD}"),
-    "rollback": (lambda kv, a, b: kv.rollback(a, 1), f"slots: {HELD}"),
-    "plan": (lambda kv, a, b: kv.plan([b, a], [1, 1]), f"slots: {HELD}"),
-    "reserve": (lambda kv, a, b: kv.reserve(a, 10), f"slots: {HELD}"),
-    "reserve of several": (lambda kv, a, b: kv.reserve([b, a], [1, 10]), f"slots: {HELD}"),
-    "plan beside what is reserved": (lambda kv, a, b: (kv.reserve(b, 9), kv.plan([b], [1])), "slots: expected a request without reserved"),
-    "arrays of nothing reserved": (lambda kv, a, b: kv.arrays(b, 0, 9), "ends: expected tokens whose pages are reserved, got 9 of slot 1"),
-    "arrays past it": (lambda kv, a, b: (kv.reserve(b, 4), kv.arrays(b, 0, 5)), "ends: expected tokens whose pages are reserved, got 5"),
-    "arrays far before it": (lambda kv, a, b: (kv.reserve(b, 9), kv.arrays(b, 0, 6)), r"ends: expected at least \[7\], got \[6\]"),
-    "arrays from elsewhere": (lambda kv, a, b: (kv.reserve(b, 9), kv.arrays(b, 1, 9)), r"starts: expected num_computed \[0\], got \[1\]"),
-    "no tokens": (lambda kv, a, b: kv.arrays(b, 0, 0), r"ends: expected at least \[1\]"),
-    "advance of nothing reserved": (lambda kv, a, b: kv.advance(b, 9), "ends: expected tokens whose pages are reserved"),
-    "too many rejected": (lambda kv, a, b: kv.advance(a, 6), r"ends: expected at least \[7\], got \[6\]"),
-    "more than reserved": (lambda kv, a, b: kv.advance(a, 13), "ends: expected tokens whose pages are reserved, got 13"),
-    "oldest query of rings": (lambda kv, a, b: kv.advance(a, 9, 3), "oldest_query, keep_tails: expected None and True"),
-    "publish before advance": (lambda kv, a, b: kv.publish(a, 9, [1] * 9), r"upto: expected 0..0 of slot 0"),
-    "rollback of unpublished": (lambda kv, a, b: after(kv, a, lambda: kv.rollback(a, 1)), "slots: expected a request whose tokens are published, got slot 0, of which 0"),
-    "plan of unpublished": (lambda kv, a, b: after(kv, a, lambda: kv.plan([a], [1])), "slots: expected a request whose tokens are published"),
-    "publish past it": (lambda kv, a, b: after(kv, a, lambda: kv.publish(a, 10, [1] * 10)), r"upto: expected 0..9 of slot 0"),
-    "publish back": (lambda kv, a, b: after(kv, a, lambda: (kv.publish(a, 9, [1] * 9), kv.publish(a, 8))), r"upto: expected 9..9 of slot 0"),
-    "too few tokens": (lambda kv, a, b: after(kv, a, lambda: kv.publish(a, 9, [1] * 8)), r"tokens: expected 9, \[9\] of each request, got 8"),
-    "keys of tokens": (lambda kv, a, b: after(kv, a, lambda: kv.publish(a, 9, keys=b"k" * 64)), "keys: expected None, as slot 0 was admitted with tokens"),
-    "too many tokens": (lambda kv, a, b: kv.reserve(b, 101), "ends: slot 1 would reach 101 tokens"),
-    "one of several too long": (lambda kv, a, b: kv.reserve([b], [101]), "ends: slot 1 would reach 101 tokens"),
-    "unknown slot": (lambda kv, a, b: kv.reserve(2, 1), "slot: expected the slot of an admitted request"),
-    "no slot": (lambda kv, a, b: kv.reserve(-1, 1), "slot: expected an int >= 0, got -1"),
-    "no int": (lambda kv, a, b: kv.reserve(b, 1.0), "ends: expected an int"),
-    "twice": (lambda kv, a, b: kv.reserve([b, b], [1, 1]), "slots: expected distinct slots"),
-    "uneven": (lambda kv, a, b: kv.reserve([b], [1, 1]), "slots, ends: expected two vectors of one length"),
-    "plan of a slot that was left": (lambda kv, a, b: (kv.plan([b], [1]), kv.release(1), kv.plan([b], [1])), "slots: expected slots of admitted requests"),
-    "room of an unknown slot": (lambda kv, a, b: kv.room(2), "slot: expected the slot of an admitted request"),
-    "pages of rings": (lambda kv, a, b: kv.pages_of(a), "pages_of: expected a cache with append_only=True"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_calls_that_would_harm_a_step_in_flight_are_refused(name):
-    call, message = REFUSED[name]
-    kv, a, b = in_flight()
-    with pytest.raises(ValueError, match=message):
-        call(kv, a, b)
+def test_several_requests_get_all_that_they_ask_for_or_nothing():
+    kv = small(num_pages=40, **LISTS)
+    a, b = admitted(kv, [1] * 10, [2] * 10)
+    kv.reserve([a, b], [1, 1])
+    given = kv.reserve([a, b], [4, 12])
+    assert [[len(x) for x in pages] for pages in given] == [[0, 0], [2, 2]]
+    free = kv.num_free_pages
+    assert isinstance(kv.reserve([a, b], [60, 90]), OutOfPages)
+    assert kv.num_free_pages == free and len(kv.pages_of(a)[0]) == 1
+    assert not len(kv.advance([a, b], [4, 12], [4, 12]))
     kv.check_invariants()
+
+
+# Steps in flight.
+
+
+def test_new_pages_are_told_in_the_order_of_their_blocks_and_again_by_slots():
+    kv = KVCache(
+        groups((4, None), (4, 9), STATE), num_pages=40, max_requests=3, max_model_len=100,
+        max_draft_tokens=3, reads="pages",
+    )  # fmt: skip
+    a, b = admitted(kv, [1] * 10, [2] * 30)
+    first, (second,) = kv.reserve(a, 13), kv.reserve([b], [7])
+    assert [len(pages) for pages in first] == [4, 4, 0]  # a state's are in `state_pages`
+    assert [len(pages) for pages in second] == [2, 2, 0]
+    plan = kv.arrays([a, b], [0, 0], [10, 7])
+    more = kv.arrays([a, b], [0, 0], [13, 7])  # with the slots of a drafter within the step
+    assert plan.seq_lens.tolist() == [10, 7] and more.seq_lens.tolist() == [13, 7]
+    for t in (0, 1):
+        where = [first[t][p // 4] * 4 + p % 4 for p in range(13)]
+        assert more.slot_mapping[t, :13].tolist() == where
+        assert plan.slot_mapping[t, :10].tolist() == where[:10]
+        assert plan.slot_mapping[t, 10:].tolist() == more.slot_mapping[t, 13:].tolist()
+    assert (plan.state_pages[2] > 0).all() and plan.copies.tolist() == more.copies.tolist()
+    free = kv.num_free_pages
+    kv.advance([a, b], [10, 7])
+    # Block 3 of two tables, of tokens that did not come, and two snapshots of no boundary.
+    assert kv.num_free_pages == free + 4
+    kv.publish([a, b], [10, 7], [1] * 10 + [2] * 7)
+    kv.check_invariants()
+    assert kv.match([1] * 30).dense_tokens == 8
 
 
 def test_a_request_that_ends_with_a_step_in_flight_is_cached_as_far_as_its_tokens_are_known():
     kv = small(num_pages=40)
     (a,) = admitted(kv, [1] * 8)
-    for n in (8, 4):
-        launched(kv, [a], [n])
-        kv.advance(a, kv.num_computed[a] + n)
+    for end in (8, 12):
+        kv.reserve(a, end)
+        kv.arrays(a, kv.num_computed[a], end)
+        kv.advance(a, end)
     kv.publish(a, 8, [1] * 8)
     kv.release(0)
     assert kv.match([1] * 9).num_tokens == 8 and kv.match([1] * 8 + [7] * 9).num_tokens == 8
-    kv.check_invariants()
     kv.clear()
     assert kv.num_free_pages == 39
 
@@ -181,14 +261,15 @@ def test_a_boundary_whose_window_a_step_in_flight_has_passed_is_not_kept():
     kv = small(num_pages=60, retention="latest")
     (a,) = admitted(kv, [1] * 41)
     kv.commit(kv.plan([a], [8]), [1] * 8)
-    launched(kv, [a], [20])
+    kv.reserve(a, 28)
+    kv.arrays(a, 8, 28)
     kv.advance(a, 28)
     kv.release(0)
     assert kv.match([1] * 41).num_tokens == 0
     kv.check_invariants()
 
 
-@pytest.mark.parametrize("options", [{}, {"append_only": True, "adopt": False, "reads": "pages"}])
+@pytest.mark.parametrize("options", [{}, LISTS], ids=["tables", "lists"])
 def test_an_engine_may_bring_its_own_keys(options):
     kv = small(num_pages=60, retention="dense", **options)
     keys = b"".join(bytes([i]) * 32 for i in range(10))
@@ -215,28 +296,21 @@ def test_an_engine_may_bring_its_own_keys(options):
     assert kv.num_free_pages == 59
 
 
-def test_tables_of_a_replay_have_the_cached_pages_of_the_rows_computed_again():
-    kv = small(num_pages=80, reads="pages", retention="latest", replay_tokens=8)
-    long, other = list(range(60)), [*range(44), *[99] * 20]
-    (a,) = admitted(kv, long)
-    kv.commit(kv.plan([a], [60]), long)
-    cached = kv.table(0)[a, :11].copy()
-    kv.release(0)
-    match = kv.match(other)
-    assert (match.replay_from, match.replay_to) == (36, 44)
-    slot = kv.admit("other", match)
-    new, plan = kv.reserve(slot, 56), kv.arrays(slot, 36, 56)
-    tables = linear_table(kv, 0, plan)[0]
-    assert tables[:11].tolist() == cached.tolist() and (tables[11:14] > 0).all()
-    assert plan.replay_rows.tolist() == [*range(8)]
-    assert (linear_table(kv, 1, plan)[0, 9:14] > 0).all()
-    assert new[0] == tables[11:14].tolist() and len(new[1]) == 5
+def test_lists_without_caching_keep_nothing_for_others():
+    kv = KVCache(groups((8, None), (8, 20)), num_pages=100, max_requests=1, max_model_len=160, enable_caching=False, **LISTS)  # fmt: skip
+    for _ in range(2):  # both in one slot
+        a = kv.admit("a", kv.match(keys=b"", num_tokens=80))
+        kv.reserve(a, 80)
+        kv.publish(a, 80, keys=bytes(range(10)) * 32)
+        kv.advance(a, 80)
+        assert [pages.count(0) for pages in kv.pages_of(a)] == [0, 7]
+        assert kv.room(a) == 80
+        kv.check_invariants()
+        kv.release("a")
 
 
 def test_states_of_one_token_leave_no_room():
-    kv = KVCache(
-        groups(GroupSpec("state", "state", 1, 64)), num_pages=9, max_requests=1, max_model_len=9
-    )
+    kv = KVCache(groups(GroupSpec("s", "state", 1, 64)), num_pages=9, max_requests=1, max_model_len=9)  # fmt: skip
     slot = kv.admit("a", kv.match([1, 2, 3]))
     kv.reserve(slot, 1)
     kv.arrays([slot], [0], [1])

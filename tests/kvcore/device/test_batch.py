@@ -112,20 +112,3 @@ def test_wrong_ids_and_rows_are_named(ids, rows, message):
     with pytest.raises(ValueError, match=message):
         builder.build(plan, ids, rows)
     assert builder.build(plan, [1] * 38 + [-1, -2], [39]).input_ids.tolist()[-2:] == [0, 0]
-
-
-def test_wrong_tables_and_arguments_are_named():
-    kv = KVCache(GROUPS, num_pages=400, track_deltas=True, **SHAPE)
-    slot = kv.admit("a", kv.match([1] * 40))
-    kv.commit(kv.plan([slot], [40]), [1] * 40)
-    other = WorkerTables(GROUPS[:1], max_requests=1, max_model_len=16)
-    with pytest.raises(ValueError, match="step: expected indices below 1, "):
-        other.update(step_arrays(kv, kv.plan([slot], [1])))
-    assert other.take_deltas()[0].size == 0 and not other.tables.any()
-    plain = KVCache(GROUPS, num_pages=400, **SHAPE)
-    slot = plain.admit("a", plain.match([1]))
-    with pytest.raises(ValueError, match="track_deltas: expected True at construction"):
-        step_arrays(plain, plain.plan([slot], [1]))
-    for name in SHAPE:
-        with pytest.raises(ValueError, match=f"{name}: expected an int"):
-            WorkerTables(GROUPS, **(SHAPE | {name: -1}))

@@ -11,21 +11,16 @@ from quire.kvcore.events import split_keys
 from quire.kvcore.prefix.extra_keys import Mark
 
 SEEDS = [b"", b"a", b"ab", b"abc", b"\0", b"\0\0", b"\0" * 8, b"\0" * 16]
-A = 8
-PROMPT = list(range(100))
 
 
 def int32(*tokens: int) -> bytes:
     return np.array(tokens, np.int32).tobytes()
 
 
-def cache(seed: bytes = b"", *, lookahead: int = 0, block_size: int = 4) -> KVCache:
+def keys(tokens, salt: bytes = b"", *, seed: bytes = b"", lookahead: int = 0, block_size: int = 4):
     spec = GroupSpec("g", "dense", block_size, 1, lookahead=lookahead)
-    return KVCache([spec], num_pages=9, max_requests=1, max_model_len=400, hash_seed=seed)
-
-
-def keys(tokens, salt: bytes = b"", **options) -> list[bytes]:
-    return split_keys(cache(**options).match(tokens, salt=salt).prompt.keys)
+    kv = KVCache([spec], num_pages=9, max_requests=1, max_model_len=400, hash_seed=seed)
+    return split_keys(kv.match(tokens, salt=salt).prompt.keys)
 
 
 def test_no_two_of_many_crafted_prompts_share_a_key():
@@ -50,7 +45,7 @@ def test_no_two_of_many_crafted_prompts_share_a_key():
     assert not set(keys([1] * 16)) & set(keys([1] * 16, block_size=8))
 
 
-@pytest.mark.parametrize("lookahead", [1, 3])
+@pytest.mark.parametrize("lookahead", [1, 2])
 def test_a_lookahead_moves_no_token_between_segments(lookahead):
     owner: dict[bytes, tuple] = {}
     for prompt in itertools.product([0, 1], repeat=8 + lookahead):
@@ -62,7 +57,7 @@ def test_a_lookahead_moves_no_token_between_segments(lookahead):
 
 
 def test_marks_of_several_keys_never_pack_alike():
-    marks = [Mark(1, False, 1, b"ab"), Mark(1, False, 1, b"a"), Mark(1, True, 1, b"ab"), Mark(2, False, 2, b"")]  # fmt: skip
-    packed = [m.packed() for m in marks]
-    assert len(set(packed)) == len(marks)
-    assert all(not a.startswith(b) for a in packed for b in packed if a != b)
+    marks = (1, False, 1, b"ab"), (1, False, 1, b"a"), (1, True, 1, b"ab"), (2, False, 2, b"")
+    packed = [Mark(*mark).packed() for mark in marks]
+    for a, b in itertools.permutations(packed, 2):
+        assert not a.startswith(b)
