@@ -739,7 +739,6 @@ class KVCache:
         return copies
 
     def _end_of(self, plan: StepPlan, accepted: Any) -> Int64:
-        """[n] tokens after a step of which `accepted` tokens stay."""
         taken, most = as_ints("accepted", accepted), plan.num_new_tokens
         least = np.maximum(1, most - self.max_draft_tokens)
         if taken.shape != most.shape or ((taken < least) | (taken > most)).any():
@@ -769,9 +768,7 @@ class KVCache:
     # What `plan` and the four calls share.
 
     def _pairs(self, slots: Any, name: str, values: Any) -> tuple[Int64, Int64]:
-        """Distinct slots of requests and a number of each, as arrays [n] (perhaps the caller's own,
-        not to be kept); one int is one request.
-        """
+        """Distinct slots [n] or one, and their numbers; perhaps the caller's own arrays."""
         slots, numbers = as_ints("slots", slots), as_ints(name, values)
         slots = slots if slots.ndim else slots[None]
         numbers = numbers if numbers.ndim else numbers[None]
@@ -782,7 +779,6 @@ class KVCache:
         return slots, numbers
 
     def _batch(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64, int]:
-        """`_pairs` with counts of at least 1, and the largest of these."""
         slots, counts = self._pairs(slots, "num_new_tokens", num_new_tokens)
         longest = int(counts.max())
         if np.count_nonzero(counts < ONE) or longest > MOST_TOKENS:  # sums would overflow
@@ -791,7 +787,6 @@ class KVCache:
         return slots, counts, longest
 
     def _changes_of(self, slots: Any, num_new_tokens: Any) -> StepChanges:
-        """Count the pages of a step, and list its changes; nothing changes here."""
         slots, counts, longest = self._batch(slots, num_new_tokens)
         slots = slots.copy()  # the caller may use its buffer again
         start = self.sequences.num_computed[slots]
@@ -810,9 +805,7 @@ class KVCache:
     def _make_room(
         self, needed: int, per_group: Callable[[], dict[str, int]], least: int = 0
     ) -> OutOfPages | None:
-        """Evict until `needed` pages are free. Returns OutOfPages, and nothing has changed, if
-        these or `least` pages cannot be free.
-        """
+        """Evict until `needed` pages are free; OutOfPages if these or `least` cannot be."""
         wanted, free = max(needed, least), self.pool.num_free
         if wanted <= free:
             return None
@@ -831,7 +824,6 @@ class KVCache:
         self.index.evict(num_pages)
 
     def _arrays(self, changes: StepChanges, pages: Int64) -> StepPlan:
-        """Give `pages` to a step, and lay out its arrays; no table changes here."""
         counts = changes.end - changes.start
         if changes.longest == 1:
             cu, positions = np.arange(len(counts) + 1, dtype=np.int32), changes.start
@@ -852,9 +844,8 @@ class KVCache:
         )  # fmt: skip
 
     def _advance(self, changes: StepChanges, end: Int64, all_stay: bool) -> tuple[Int32, Completed]:
-        """Count the tokens of a step up to `end` [n] as computed; `all_stay`: all are. Returns the
-        pages [m, 2] to copy after the step, and what to publish once its tokens are known.
-        """
+        """Count tokens up to `end` [n] as computed; returns the pages [m, 2] to copy after the
+        step, and what to publish once its tokens are known."""
         slots, done = changes.slots, NOTHING_COMPLETED
         if self.max_draft_tokens:
             floor = changes.end - self.max_draft_tokens
@@ -930,7 +921,6 @@ class KVCache:
             self._reserved.expect_not_in_flight(np.array([slot]), name)
 
     def _expect_settled(self, slot: int) -> None:
-        """Raise ValueError if `plan` or `rollback` would pass over what the other calls left."""
         self._expect_landed(slot, "slots")
         if self._reserved.until.item(slot):
             raise refusal("slots", "a request without reserved pages", f"slot {slot}: advance it")
@@ -968,7 +958,6 @@ class KVCache:
         self.sequences.num_computed[slot] = computed - num_tokens
 
     def _lowest(self, slot: int) -> int:
-        """Fewest tokens that `rollback` can leave."""
         computed = int(self.sequences.num_computed[slot])
         if not self.max_draft_tokens or computed < self._chains.replays.stop[slot]:
             return computed

@@ -153,8 +153,7 @@ class Chains:
     # Before a step.
 
     def stops(self, slots: Int64, start: Int64, end: Int64) -> Int64:
-        """Choose ends of chunks from `start` to at most `end` [n], so that the states there can be
-        kept."""
+        """Ends of chunks, at most `end` [n], at which states can be kept."""
         stops = [self._keep[slots], (end // self.alignment * self.alignment)[:, None]]
         if self.interval:
             stops.append(((start // self.interval + 1) * self.interval)[:, None])
@@ -189,7 +188,6 @@ class Chains:
     # When a step's rows count as computed.
 
     def completed(self, changes: StepChanges, end: Int64) -> Completed:
-        """The segments and boundaries that a step to `end` [n] completes."""
         requests = (end - self.cached[changes.slots] >= self._a).nonzero()[0]
         slots, to = changes.slots[requests], end[requests]
         if self.layout.lookahead:  # tokens that a key needs past its end: the prompt has them
@@ -236,7 +234,6 @@ class Chains:
     # When the tokens of a step are known.
 
     def publish(self, done: Completed) -> None:
-        """Cache the segments and resume points that a step completed."""
         for slot, end in zip(done.slots.tolist(), done.end.tolist(), strict=True):
             self._cache(slot, end // self.alignment)
         if done.points:
@@ -296,7 +293,6 @@ class Chains:
             self._add_points([(slot, boundary, tail)], is_last=True)
 
     def _cache(self, slot: int, end: int) -> None:
-        """Cache the segments of a request up to segment `end`, whose keys are known."""
         begin = self.runs[slot].depth
         keys, source = self.sequences.keys(slot, begin, end), self._sources[slot]
         self.runs[slot], known = self.index.insert(self.runs[slot], keys, source)

@@ -42,8 +42,7 @@ class Mark(NamedTuple):
 
 
 def parse_extra_keys(extra_keys: Any, num_tokens: int) -> tuple[Mark, ...]:
-    """Marks of a prompt's extra keys (see `KVCache.match`), sorted. ValueError if one is not
-    (start, stop, key), not within the prompt, or two of one key have one start."""
+    """Sorted marks of the extra keys of `KVCache.match`; ValueError for wrong ones."""
     marks: set[Mark] = set()
     try:
         parts = [(start, stop, key) for start, stop, key in extra_keys]
@@ -98,7 +97,6 @@ NOTHING = Identity()
 
 
 def identity_of(salt: bytes, marks: Sequence[Mark]) -> Identity:
-    """Identity of a prompt with these marks."""
     if not (salt or marks):
         return NOTHING
     ends = {(mark.start, mark.key): mark.position for mark in marks if mark.ends}

@@ -78,7 +78,6 @@ class PrefixIndex:
 
     @property
     def num_evictable(self) -> int:
-        """Pages that eviction could free now."""
         unlocked = self.num_segments - self.num_locked_segments
         return unlocked * self.pages_per_segment + self.pool.num_held_only
 
@@ -115,8 +114,8 @@ class PrefixIndex:
         point = point_before(run, limit + 1)
         last = 0 if point is None else point.depth
         most = last + self.span
-        # No point lies between `last` and `limit`, so all depths in a run have the same points after
-        # them: one test a run. Up the path, runs beside `below` add points.
+        # No point lies between `last` and `limit`: all depths in a run have the same points after
+        # them, so one test a run is enough. Up the path, runs beside `below` add points.
         depth, below = limit, None
         while depth > last:
             if depth < most and point_after(run, depth, most, below) is not None:
@@ -126,8 +125,7 @@ class PrefixIndex:
         return last
 
     def pages_between(self, run: Run, first: int, end: int) -> Int32:
-        """Pages of segments [first, end) on the path to `run`: [end - first, pages_per_segment],
-        not to be changed."""
+        """[end - first, pages_per_segment] pages on the path to `run`, not to be changed."""
         parts = []
         node: Run | None = run
         while node is not None and node.depth > first:
@@ -147,7 +145,6 @@ class PrefixIndex:
         return run if run.depth == depth else split(run, depth)
 
     def lock(self, run: Run) -> None:
-        """Protect the path to the end of `run`."""
         for node in path_to(run):
             self._lock_one(node)
 
@@ -159,8 +156,7 @@ class PrefixIndex:
         run.locks += 1
 
     def unlock(self, run: Run, *, used: bool = True) -> None:
-        """Undo one `lock(run)`, while the request still has its tables; `used`: count the path as
-        used now."""
+        """Undo one `lock(run)`, before the request's tables are emptied."""
         path = path_to(run)
         for node in path:
             node.drop_source()
@@ -174,7 +170,6 @@ class PrefixIndex:
             self.merge(node)
 
     def merge(self, run: Run) -> None:
-        """`tree.merge`."""
         self.changes += 1
         merge(run, self.hybrid)
 
@@ -220,9 +215,8 @@ class PrefixIndex:
     def add_point(
         self, run: Run, depth: int, pages: Int32, *, passing: bool = False
     ) -> ResumePoint | None:
-        """Keep a resume point at `depth` on the path to `run`, whose `pages` the caller holds, and
-        return it; None if one is there. `passing`: the policy knows nothing of it until it is used.
-        """
+        """Keep a resume point whose `pages` the caller holds; None if one is there. `passing`: the
+        policy knows nothing of it until it is used."""
         run = run_of(run, depth)
         point = run.points.get(depth)
         if point is not None:
@@ -260,8 +254,7 @@ class PrefixIndex:
         return point
 
     def point_at(self, run: Run) -> ResumePoint | None:
-        """Resume point at the end of `run`, or else one made from its neighbours; None if these are
-        too far apart."""
+        """Resume point at the end of `run`, or one made of neighbours; None if too far apart."""
         depth = run.depth
         if depth not in run.points:
             pages = self._pages_at(run, depth)
@@ -286,8 +279,7 @@ class PrefixIndex:
         return self._tail_between(depth, last, tail, after.depth, after.pages)
 
     def taken_by_hit(self, run: Run, depth: int, *, uses_point: bool) -> int:
-        """Evictable pages that a request takes which resumes at `depth` on the path to `run`, from
-        a resume point if `uses_point`."""
+        """Evictable pages that an admission at `depth` on the path to `run` would take."""
         path = path_to(run)
         segments = sum(max(0, min(r.depth, depth) - r.start) for r in path if not r.locks)
         taken = segments * self.pages_per_segment
@@ -302,16 +294,13 @@ class PrefixIndex:
     # Entries that the policy ranks.
 
     def offer(self, entry: Run | ResumePoint) -> None:
-        """Let the policy rank `entry`."""
         self._tell_policy(entry, True)
 
     def withdraw(self, entry: Run | ResumePoint) -> None:
-        """Let the policy forget `entry`."""
         self._tell_policy(entry, False)
 
     def _tell_policy(self, entry: Run | ResumePoint, add: bool) -> None:
-        """Call the policy's `add` or `discard`. As a change of the index is half done here, an
-        error is kept for `evict`, which repeats the call."""
+        """Call the policy. The index is half changed here: `evict` repeats a call that raised."""
         self.passing.pop(entry, None)
         try:
             (self.policy.add if add else self.policy.discard)(entry)
@@ -320,7 +309,6 @@ class PrefixIndex:
             self._failed[entry] = add
 
     def repeat_failed(self) -> None:
-        """Repeat the calls of the policy that raised."""
         for entry, add in list(self._failed.items()):
             (self.policy.add if add else self.policy.discard)(entry)
             del self._failed[entry]
@@ -334,14 +322,12 @@ class PrefixIndex:
             self._useless[run] = None
 
     def _is_entry(self, run: Run) -> bool:
-        """True for an unlocked leaf, where hits need no resume point."""
         return not (self.hybrid or run.locks or run.children or run.parent is None)
 
     # Eviction.
 
     def evict(self, num_pages: int) -> None:
-        """Free at least `num_pages` pages, of which there are `num_evictable`. RuntimeError if the
-        policy chose an entry that it does not have."""
+        """Free at least `num_pages` of `num_evictable` pages. RuntimeError: a wrong policy."""
         target = self.pool.num_free + num_pages
         dropped: list[Int32] = []  # pages of points, returned to the pool together
         try:
@@ -362,7 +348,7 @@ class PrefixIndex:
             dropped.clear()
 
     def _evict_one(self, num_pages: int, dropped: list[Int32]) -> None:
-        """Evict an entry, or up to `num_pages` pages of segments; pages of a point go to `dropped`."""
+        """Evict an entry, or up to `num_pages` dense pages; those of a point go to `dropped`."""
         if self._failed:
             self.repeat_failed()
         if self._useless:
@@ -386,8 +372,7 @@ class PrefixIndex:
         return -(-num_pages // max(1, self.pages_per_segment))
 
     def clear(self, *, tell_each: bool = False) -> None:
-        """Drop all resume points, and all segments but those on the path of a running request.
-        `tell_each`: events name each entry."""
+        """Drop all that no running request needs. `tell_each`: events name each entry."""
         event_writer = self.event_writer
         evicted = self.num_evicted_points, self.num_evicted_segments
         if self.num_locked_segments == 0 and not tell_each:
@@ -408,8 +393,7 @@ class PrefixIndex:
             event_writer.cleared()
 
     def remove(self, run: Run) -> None:
-        """Evict `run` and all runs below it, none of which has a lock, a pin or a resume point.
-        The caller treats the parent."""
+        """Evict `run` and all below it: no locks, pins or points. The caller treats the parent."""
         assert run.parent is not None
         self.changes += 1
         del run.parent.children[run.segment_key(0)]
@@ -426,7 +410,6 @@ class PrefixIndex:
             node.parent, node.length, node.children = None, 0, {}
 
     def drop_point(self, point: ResumePoint) -> None:
-        """Evict one resume point."""
         self.pool.unhold(self._forget(point))
 
     def _forget(self, point: ResumePoint) -> Int32:

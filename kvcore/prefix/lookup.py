@@ -132,9 +132,7 @@ class Lookup:
         return prompt
 
     def find_again(self, match: Match) -> tuple[Match, Run]:
-        """`find` the prompt of an earlier match again. ValueError if `match` is not a `Match`, or is from
-        another cache.
-        """
+        """Look up an earlier match again; ValueError if it is none of this cache."""
         if not isinstance(match, Match):
             raise refusal("match", "what `match` returned", repr(match))
         found = self._found
@@ -143,9 +141,7 @@ class Lookup:
         return self.find(match.prompt, match.max_tokens)
 
     def find(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[Match, Run]:
-        """Find the cached prefix of `prompt`, no longer than `max_tokens`, and the run in which it
-        ends.
-        """
+        """The cached prefix of `prompt`, and the run in which it ends."""
         self._check(prompt)
         a = self._alignment
         limit = prompt.num_segments if self._enabled else 0

@@ -32,7 +32,6 @@ class Pins:
         return entry in self._expiry
 
     def __iter__(self) -> Iterator[Run | ResumePoint]:
-        """Entries, the oldest pin first."""
         return iter(self._expiry)
 
     def __len__(self) -> int:
@@ -74,7 +73,6 @@ class Pins:
         self._index.withdraw(entry)
 
     def remove(self, entry: Run | ResumePoint) -> None:
-        """Make a pinned entry an ordinary one."""
         index = self._index
         del self._expiry[entry]
         run = entry.run if isinstance(entry, ResumePoint) else entry
@@ -91,12 +89,10 @@ class Pins:
         index.merge(run)
 
     def demote_oldest(self) -> None:
-        """End the oldest pin, for room."""
         self.remove(next(iter(self)))
         self.num_demoted += 1
 
     def unpin(self, run: Run, depth: int) -> bool:
-        """End the pin of the entry at `depth` on the path to `run`; False if it is not pinned."""
         index = self._index
         run = index.end_at(run, depth)
         entry = run.points.get(run.depth) if index.hybrid else run
@@ -106,7 +102,6 @@ class Pins:
         return True
 
     def expire(self, now: float) -> int:
-        """End the pins whose time has passed; return their number."""
         expired = [entry for entry, expiry in self._expiry.items() if expiry <= now]
         for entry in expired:
             self.remove(entry)
@@ -114,7 +109,6 @@ class Pins:
 
 
 def expiry_of(now: float, ttl: float) -> float:
-    """Seconds at which a pin of `ttl` seconds from `now` on ends."""
     now = as_seconds("now", now)
     if ttl == math.inf:
         return ttl

@@ -11,12 +11,11 @@ Dense blocks may reach much further than any resume point. Then a request comput
     replay                          |.........|              [96, 160): `replay_from`, `replay_to`
     new tokens                                |--------|     [160, 200)
 
-The first rows of windows saw nothing before 96 and are wrong, but no query from 160 on sees them.
-Each window layer adds at most its W - 1 to the wrong ones, as everything else that it reads is
-right: attention over all keys, or over compressed entries, takes the cached dense rows
-(`StepPlan.replay_rows`, or pages), and the step writes none of these again. Window tables begin with
-page 0, whose rows must be finite: kernels multiply by weights of 0. The first resume point is made
-at 160.
+The first rows of windows saw nothing before 96 and are wrong, but no query from 160 on sees them:
+each window layer adds at most its W - 1 wrong rows. Attention over all keys, or over compressed
+entries, reads the cached dense rows (`StepPlan.replay_rows`, or pages), which the step does not
+write again. Window tables begin with page 0, whose rows must be finite: kernels multiply by weights
+of 0. The first resume point is made at 160.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from ..tables.planner import StepChanges
 def replay_range(
     dense: int, hit: int, replay_tokens: int, alignment: int
 ) -> tuple[int, int] | None:
-    """Tokens [first, end) to compute again; None where that saves nothing over the `hit`. `dense`:
-    tokens with cached dense blocks."""
+    """Tokens [first, end) to compute again, `end` being `dense`; None where that saves nothing."""
     start = max(0, dense - replay_tokens) // alignment * alignment
     return (start, dense) if start > hit else None
 
@@ -48,7 +46,6 @@ class Replays:
         self.stop: Int64 = np.zeros(max_requests, dtype=np.int64)
 
     def begin(self, slot: int, start: int | None, stop: int | None) -> None:
-        """A request starts, with a replay or (None) without one."""
         self.start[slot], self.stop[slot] = start or 0, stop or 0
 
     def written_from(self, slots: Int64, start: Int64) -> Int64:

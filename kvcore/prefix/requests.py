@@ -53,7 +53,6 @@ class Sequences:
 
     @property
     def num_free(self) -> int:
-        """Slots without a request."""
         return len(self._free)
 
     @property
@@ -68,7 +67,6 @@ class Sequences:
             raise refusal("request_id", "a hashable id", repr(request_id)) from None
 
     def slot_of(self, request_id: Hashable) -> int:
-        """Slot of a running request; ValueError if the id is unknown."""
         if request_id not in self:
             raise refusal("request_id", "an admitted request", repr(request_id))
         return self._slots[request_id]
@@ -88,7 +86,6 @@ class Sequences:
         return slot
 
     def remove(self, request_id: Hashable) -> None:
-        """Free the slot of a request."""
         slot = self._slots.pop(request_id)
         self._checked = None
         self.active[slot] = False
@@ -98,7 +95,6 @@ class Sequences:
         self._free.append(slot)
 
     def check(self, slots: Int64) -> None:
-        """Raise ValueError unless `slots` are distinct slots of running requests."""
         if slots.tobytes() == self._checked:
             return
         if np.count_nonzero(slots.view(np.uint64) >= self._limit):  # negative ones are large then
@@ -113,22 +109,18 @@ class Sequences:
         self._checked = slots.tobytes()
 
     def checked(self, slot: int) -> int:
-        """`slot` as an int; ValueError if it is not the slot of a running request."""
         slot = as_int("slot", slot, 0)
         if not (slot < self.max_requests and self.active[slot]):
             raise refusal("slot", "the slot of an admitted request", slot)
         return slot
 
     def num_keys(self, slot: int) -> int:
-        """Segments of a request whose keys are known."""
         return len(self._keys[slot]) // KEY_BYTES
 
     def keys(self, slot: int, first: int, last: int) -> bytes:
-        """Keys of segments [first, last) of a request, (last - first) * 32 bytes."""
         return bytes(self._keys[slot][first * KEY_BYTES : last * KEY_BYTES])
 
     def give_keys(self, slot: int, keys: bytes) -> None:
-        """Add keys of the next segments of a request whose keys are the caller's."""
         self._keys[slot] += keys
 
     def feed(self, slots: Int64, start: Int64, end: Int64, tokens: Int32, first: Int32) -> None:
@@ -158,7 +150,6 @@ class Sequences:
         return np.where(positions < self._k, positions, (positions - self._k) % self._a + self._k)
 
     def feed_one(self, slot: int, start: int, tokens: Int32) -> None:
-        """`feed` of one request."""
         a, k, row = self.alignment, self.lookahead, self._open[slot]
         known = self.num_keys(slot)
         if known and start < known * a + k:  # keys cover these

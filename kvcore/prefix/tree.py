@@ -26,7 +26,7 @@ Source = Callable[[int, int], Int32]
 
 
 class ResumePoint:
-    """Window and state pages that make one boundary resumable."""
+    """Window and state pages that make one boundary resumable: an `Entry` of policies."""
 
     __slots__ = ("depth", "last_used", "num_uses", "pages", "run")
 
@@ -39,18 +39,15 @@ class ResumePoint:
 
     @property
     def key(self) -> bytes:
-        """Key of the prefix that ends here."""
         assert self.run is not None
         return self.run.segment_key(self.depth - self.run.start - 1)
 
     @property
     def shorter(self) -> ResumePoint | None:
-        """The resume point before it."""
         return point_before(self.run, self.depth)
 
     @property
     def gain(self) -> int:
-        """Segments that a hit here saves over one at the resume point before it."""
         run = self.run
         if run is not None and run.depths[0] < self.depth:  # which is quick to find
             return self.depth - run.depths[bisect_left(run.depths, self.depth) - 1]
@@ -59,13 +56,11 @@ class ResumePoint:
 
     @property
     def num_pages(self) -> int:
-        """Pages of this point, and dense pages of the segments that it gains."""
         assert self.run is not None
         return len(self.pages) + self.gain * self.run.pages_per_segment
 
     @property
     def freed(self) -> int:
-        """Pages of this point, and dense pages that serve neither a request nor anything longer."""
         run = self.run
         assert run is not None
         if run.locks or run.children or run.depths[-1] > self.depth:
@@ -111,27 +106,23 @@ class Run:
 
     @property
     def key(self) -> bytes:
-        """Key of the prefix that ends with this run."""
         return self.segment_key(self.length - 1)
 
     @property
     def gain(self) -> int:
-        """Segments of this run."""
         return self.length
 
     @property
     def num_pages(self) -> int:
-        """Dense pages of this run."""
         return self.length * self.pages_per_segment
 
     @property
     def freed(self) -> int:
-        """Dense pages of this run: only leaves are evicted."""
         return self.num_pages
 
     @property
     def shorter(self) -> None:
-        """Chains that need no resume points are entries only at their end."""
+        return None
 
     @property
     def pages(self) -> Int32:
@@ -155,11 +146,9 @@ class Run:
 
     @property
     def pages_per_segment(self) -> int:
-        """Dense pages of one segment."""
         return int(self._pages.shape[1])
 
     def segment_key(self, i: int) -> bytes:
-        """Key of the i-th segment of this run."""
         return bytes(self.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES])
 
     def common(self, keys: bytes, offset: int, limit: int) -> int:
@@ -176,7 +165,6 @@ class Run:
         return low
 
     def cut(self, length: int) -> None:
-        """Forget the segments past the first `length`."""
         self._pages = self.pages[:length]
         del self.keys[length * KEY_BYTES :]
         self.length = length

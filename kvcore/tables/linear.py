@@ -1,7 +1,7 @@
 """Tables that only grow, a Python list for each request and group (`KVCache(append_only=True)`).
 
-Entry i is block i and never gets another page. In a window group, blocks that no query sees any more
-are 0. A request of 44 tokens, a dense group and a window of 20, blocks of 8:
+Entry i is block i and never gets another page; it becomes 0 when no query sees the block any more.
+A request of 44 tokens, a dense group and a window of 20, blocks of 8:
 
     block          0    1    2    3    4    5
     dense        [ 3    7    8   11   15   20 ]
@@ -73,8 +73,7 @@ class LinearTables:
         return [max(0, -(-end // size) - len(table)) for size, table in each]
 
     def extend(self, slot: int, end: int, counts: list[int]) -> list[list[int]]:
-        """Append free pages up to token `end`, `counts` of them to each table; returns the new
-        ones."""
+        """Append `counts` free pages to the tables, up to token `end`; returns the new ones."""
         num, tables, at = sum(counts), self.pages[slot], 0
         if not num:
             return [[] for _ in tables]
@@ -110,14 +109,12 @@ class LinearTables:
     # What chains ask.
 
     def fill_dense(self, slot: int, first: int, pages: Int32) -> None:
-        """Start a request with the dense `pages` [n, pages_per_segment] of its hit."""
         assert not first, "a page of these tables is never replaced"
         for t, per_segment, column in self._dense:
             self.pages[slot][t] = pages[:, column : column + per_segment].ravel().tolist()
         self.room[slot] = len(pages) * self.layout.alignment
 
     def load(self, slot: int, boundary: int, pages: Int32) -> None:
-        """Start a request at `boundary` with the `pages` [pages_per_point] of a resume point."""
         self.pool.use_held(pages)
         tail = pages.tolist()
         for t, size, _, blocks, column in self._windows:
@@ -127,7 +124,6 @@ class LinearTables:
             self.pages[slot][t] = [0] * gone + live
 
     def segment_pages(self, slot: int, first: int, end: int) -> Int32:
-        """Dense pages of segments [first, end) of a request: [end - first, pages_per_segment]."""
         pages = np.empty((end - first, self.layout.pages_per_segment), dtype=np.int32)
         for t, per_segment, column in self._dense:
             blocks = self.pages[slot][t][first * per_segment : end * per_segment]
@@ -135,7 +131,7 @@ class LinearTables:
         return pages
 
     def tail(self, slot: int, boundary: int) -> Int32 | None:
-        """Pages of the tail of `boundary`: [pages_per_point]; None if some have left."""
+        """`Tables.tail`; None if some of its pages have left."""
         pages = np.zeros(self.layout.pages_per_point, dtype=np.int32)
         for t, size, _, tail, column in self._windows:
             stop = boundary // size
@@ -146,7 +142,6 @@ class LinearTables:
         return pages
 
     def release(self, slot: int, cached: int, computed: int) -> None:
-        """Empty the tables of a request, whose blocks past `cached` are its own."""
         own, live = self.held(slot, cached)
         self.pool.put(np.array(own, dtype=np.int64))
         self.pool.unuse(np.array(live, dtype=np.int64))

@@ -216,7 +216,6 @@ class StepPlanner:
         return owners[known], kept[known]
 
     def per_group(self, block_refs: Int64) -> dict[str, int]:
-        """Pages that each group needs for `block_refs` (see `wanted`)."""
         needed = {g.name: 0 for g in self._layout.groups}
         counts = np.bincount(block_refs >> BLOCK_BITS, minlength=len(self.table_groups)).tolist()
         for group, n in zip(self.table_groups, counts, strict=True):
@@ -253,7 +252,6 @@ class StepPlanner:
         ]
 
     def give(self, changes: StepChanges, pages: Int64) -> None:
-        """Give `pages` [num_new] to the step."""
         for table, new in zip(self._tables.blocks, changes.blocks, strict=True):
             num = table.cls.num_tables * len(new.blocks)
             new.pages, pages = pages[:num].reshape(table.cls.num_tables, -1), pages[num:]
@@ -353,7 +351,6 @@ class StepPlanner:
         return effects
 
     def free_unheld(self, effects: Effects) -> None:
-        """Free what a step left and nobody holds."""
         for gone in effects.gone:
             self._pool.unuse(gone)
         for new in effects.new:
@@ -435,8 +432,7 @@ class StepPlanner:
         requests: Int64,
         boundaries: Int64,
     ) -> Int32:
-        """Pages of the tails of `boundaries` [k], from new blocks and the rings before they turn:
-        [k, num_tables, tail]."""
+        """[k, num_tables, tail] pages of tails, from new blocks and from rings not turned yet."""
         c = window.cls
         blocks = (boundaries // window.size)[:, None] - np.arange(c.tail, 0, -1)
         before = ((changes.start[requests] - 1) // window.size)[:, None]

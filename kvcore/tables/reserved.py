@@ -32,7 +32,6 @@ class Reservations:
         self.in_flight: Flags = np.zeros(max_requests, dtype=np.bool_)
 
     def missing(self, slot: int, refs: list[int]) -> list[int]:
-        """Block references out of `refs` that have no page yet."""
         held = self.pages.get(slot)
         return refs if held is None else [ref for ref in refs if ref not in held]
 
@@ -58,7 +57,6 @@ class Reservations:
         return np.maximum(self.until[slots], ends)
 
     def pages_of(self, changes: StepChanges) -> Int64:
-        """The pages that a step takes; ValueError if some are not reserved."""
         slots, pages = changes.slots.tolist(), []
         for i, ref in zip(*(x.tolist() for x in self._planner.wanted(changes)), strict=True):
             page = self.pages.get(slots[i], {}).get(ref)
@@ -69,7 +67,6 @@ class Reservations:
         return np.array(pages, dtype=np.int64)
 
     def launch(self, slots: Int64, ends: Int64) -> None:
-        """The requests are in a step up to `ends` [n] from now on."""
         self.until[slots], self.in_flight[slots] = ends, True
 
     def end(self, slots: Int64, used: Int64) -> None:
@@ -82,7 +79,6 @@ class Reservations:
             self._pool.put(np.array(left, dtype=np.int64))
 
     def expect_not_in_flight(self, slots: Int64, name: str) -> None:
-        """Raise ValueError if one of `slots` is in a step that has not advanced."""
         flying = self.in_flight[slots]
         if np.count_nonzero(flying):
             raise refusal(

@@ -178,6 +178,6 @@ class Tables:
         self.snapshot_at[slot] = 0
 
     def note(self, indices: Int64, pages: Int32 | Int64) -> None:
-        """Add the flat indices of changed table cells, and their pages, to the deltas, if tracked."""
+        """Add flat indices of changed table cells, and their pages, to the deltas if tracked."""
         if self.deltas is not None and pages.size:
             self.deltas.append((indices.ravel(), pages.ravel().astype(np.int32)))
