@@ -1,88 +1,49 @@
-"""Messages between the hosts: rank 0 has a connection to each other rank."""
+"""Messages between the hosts, through the store of torch.distributed."""
 
 from __future__ import annotations
 
 import json
-import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-POLL = 0.1  # seconds
+import torch.distributed as dist
+
+POLL = 0.01  # seconds
 
 
 class Channel:
-    """Connections between rank 0 and the others. A call fails once a connection breaks.
+    """Messages of rank 0 to the others, and values that all exchange.
 
-    address: host and port: rank 0 listens there (port 0: any, then see `port`), the others connect.
+    Args:
+        store: the same one in all ranks. A wait for a message holds up other uses of the object.
+        check: called while this rank waits for others; raises to end the waiting.
     """
 
-    def __init__(self, rank: int, size: int, address: tuple[str, int]) -> None:
-        self.rank, self.size, self.port = rank, size, address[1]
-        self._links: dict[int, socket.socket] = {}
-        self._server: socket.socket | None = None
-        if rank == 0:
-            self._server = socket.create_server(address)
-            self._server.settimeout(POLL)
-            self.port = self._server.getsockname()[1]
-        else:
-            self._links[0] = _without_delay(socket.create_connection(address))
-            self.send(rank.to_bytes(8, "little"))
+    def __init__(
+        self, rank: int, size: int, store: dist.Store, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._store, self._check, self._num_gathered = store, check, 0
 
-    def accept(self, check: Callable[[], None]) -> None:
-        """Wait in rank 0 for the connections of all others; ``check`` raises to end the waiting."""
-        assert self._server is not None
-        while len(self._links) < self.size - 1:
-            check()
-            with suppress(TimeoutError):
-                link = self._server.accept()[0]
-                link.settimeout(1.0)  # for its first message
-                self._links[int.from_bytes(_receive(link), "little")] = _without_delay(link)
-        self._server.close()
+    def send(self, data: bytes) -> None:
+        """Send from rank 0 to all others."""
+        for rank in range(1, self.size):
+            self._store.queue_push(f"quire/messages/{rank}", data)
 
-    def send(self, data: bytes | bytearray) -> None:
-        """Send to all others from rank 0; from the others to rank 0."""
-        for link in self._links.values():
-            link.sendall(len(data).to_bytes(8, "little") + data)
-
-    def receive(self) -> bytearray:
+    def receive(self) -> bytes:
         """Wait for the next message of rank 0."""
-        return _receive(self._links[0])
+        while True:
+            with suppress(dist.DistStoreError):  # the time of the store's waits is over
+                return self._store.queue_pop(f"quire/messages/{self.rank}")
 
     def all_gather(self, message: Any) -> list[Any]:
         """Exchange JSON values: return those of all ranks, by rank. All wait for all."""
-        data = json.dumps(message).encode()
-        if self.rank != 0:
-            self.send(data)
-            return json.loads(self.receive())
-        others = [_receive(self._links[rank]) for rank in sorted(self._links)]
-        said = [json.loads(one) for one in (data, *others)]
-        self.send(json.dumps(said).encode())
-        return said
-
-    def close(self) -> None:
-        """End all connections, and calls that wait for them; any thread may call it."""
-        for link in self._links.values():
-            with suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
-
-
-def _without_delay(link: socket.socket) -> socket.socket:
-    link.settimeout(None)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return link
-
-
-def _receive(link: socket.socket) -> bytearray:
-    return _exactly(link, int.from_bytes(_exactly(link, 8), "little"))
-
-
-def _exactly(link: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    left = memoryview(data)
-    while left:
-        count = link.recv_into(left)
-        if not count:
-            raise ConnectionError("the connection to another rank has ended")
-        left = left[count:]
-    return data
+        self._num_gathered += 1
+        keys = [f"quire/gathered/{self._num_gathered}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], json.dumps(message))
+        while not self._store.check(keys):
+            self._check()
+            time.sleep(POLL)
+        return [json.loads(value) for value in self._store.multi_get(keys)]

@@ -1,10 +1,11 @@
 """Ranks: processes that are there already (``torchrun``, torch.distributed), or that rank 0 starts.
 
-rank 0                                        rank 1
-listens, starts the others  ----- stdin --->  heartbeat, before torch is imported
-channel    ------------- work --------------> channel
-process group  <------- gloo, NCCL ---------> process group
-Engine     -------- channel: steps ---------> follow
+rank 0                                       rank 1
+store, starts the others  ----- argv ----->  store
+heartbeat  <------------ store ------------> heartbeat
+channel    ------- store: the model -------> channel
+process group  <------ gloo, NCCL ---------> process group
+Engine     ------- channel: steps ---------> follow
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,17 +34,25 @@ from torch.distributed.rendezvous import rendezvous
 from ..loading.checkpoint import weight_files
 from .channel import Channel
 from .group import MARGIN, Group
-from .heartbeat import LOCAL, Heartbeat, RankError
+from .heartbeat import Heartbeat, RankError, end_process
 from .steps import follow
 
 if TYPE_CHECKING:
     from ..llm import ModelSource
 
-WORKER = f"from {__name__.rpartition('.')[0]}.worker import main; main()"
+# Rank 0 says when to end, so Ctrl-C does not, from the first import on.
+WORKER = f"""
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from {__name__} import run_rank
+run_rank()
+"""
+LOCAL = "127.0.0.1"
 # Seconds after which a rank without progress ends all of them: more than the longest step takes,
 # compiling included. A rank that dies is noticed at once.
 RANK_TIMEOUT = 300.0
-ONE_MODEL, PORTS = "quire/model", "quire/ports"  # keys in the store
+ONE_MODEL = "quire/model"  # key in the store
+LONGEST_WAIT = datetime.timedelta(days=1)  # for a message; then the channel waits again
 SECONDS_TO_END = 5.0  # of all processes together, until they are killed
 NUM_SAMPLES, SAMPLE = 64, 4096  # of a file of weights; bytes of each
 SECONDS_TO_KNOW = 3.0  # until the heartbeat knows why a call failed
@@ -52,8 +62,8 @@ class Ranks:
     """All ranks of one model, from the side of one of them.
 
     Args:
-        channel: of this rank; the channel of rank 0 still waits for the others.
         store: of torch.distributed.
+        local_rank: number of this rank on its machine.
         source: pickled, on rank 0.
         processes: processes that this rank has started, by rank.
 
@@ -68,29 +78,33 @@ class Ranks:
     group: Group
 
     def __init__(
-        self, heartbeat: Heartbeat, channel: Channel, store: Any, local_rank: int,
-        source: bytes = b"", processes: Mapping[int, subprocess.Popen[bytes]] | None = None,
+        self, rank: int, size: int, store: dist.Store, local_rank: int, *, source: bytes = b"",
+        processes: Mapping[int, subprocess.Popen[bytes]] | None = None, timeout: float,
     ) -> None:  # fmt: skip
-        self.heartbeat, self.channel, self.ended = heartbeat, channel, ""
-        self.processes, self._owns_group = processes or {}, not dist.is_initialized()
-        heartbeat.give_up = self._give_up
-        seconds = datetime.timedelta(seconds=heartbeat.timeout + MARGIN)
+        self.ended, self.processes = "", processes or {}
+        self._owns_group = not dist.is_initialized()
+        self.heartbeat = Heartbeat(
+            rank, size, timeout, store.clone(), self.processes, self._give_up
+        )
+        seconds = datetime.timedelta(seconds=timeout + MARGIN)
         with self.failing():
-            if channel.rank == 0:
-                channel.accept(self._check)
-                channel.send(source)
-            self.source: ModelSource = pickle.loads(source or channel.receive())
+            messages = store.clone()
+            messages.set_timeout(LONGEST_WAIT)
+            self.channel = Channel(rank, size, messages, self._check)
+            if rank == 0:
+                self.channel.send(source)
+            self.source: ModelSource = pickle.loads(source or self.channel.receive())
             # Waits until all have imported what they need.
-            expect_equal(channel.all_gather(versions_and_files(self.source.directory)))
+            expect_equal(self.channel.all_gather(versions_and_files(self.source.directory)))
             device = _device_of(self.source.device, local_rank)
             if self._owns_group:
                 store.set_timeout(seconds)
                 dist.init_process_group(
-                    "gloo", store=store, rank=channel.rank, world_size=channel.size, timeout=seconds
+                    "gloo", store=store, rank=rank, world_size=size, timeout=seconds
                 )
             dist.group.WORLD.get_group_store().set(ONE_MODEL, "")
-            self.group = Group(device, channel, heartbeat.timeout)
-            heartbeat.calls = self.group.calls.total
+            self.group = Group(device, self.channel, timeout)
+            self.heartbeat.calls = self.group.calls.total
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -101,7 +115,7 @@ class Ranks:
             self.close(str(error))
             raise
         except BaseException as error:
-            if isinstance(error, ConnectionError | dist.DistError) or type(error) is RuntimeError:
+            if isinstance(error, dist.DistError) or type(error) is RuntimeError:
                 # gloo raises RuntimeError. The heartbeat may notice the reason later.
                 until = time.monotonic() + SECONDS_TO_KNOW
                 while not self.heartbeat.verdict and time.monotonic() < until:
@@ -110,7 +124,7 @@ class Ranks:
                     self.close(self.heartbeat.verdict)
                     raise RankError(self.heartbeat.verdict) from error
             failed = f"{type(error).__name__}: {error}"
-            self.ended = f"rank {self.channel.rank} failed: {failed}"
+            self.ended = f"rank {self.heartbeat.rank} failed: {failed}"
             self.close(failed)
             raise
 
@@ -128,7 +142,6 @@ class Ranks:
         """
         self.ended = self.ended or error or "the engine is closed"
         self.heartbeat.leave(error)
-        self.channel.close()
         until = time.monotonic() + (0.0 if error else SECONDS_TO_END)
         for process in self.processes.values():
             with suppress(subprocess.TimeoutExpired):
@@ -142,14 +155,10 @@ class Ranks:
     def _give_up(self) -> None:
         for process in self.processes.values():  # one that is stopped does not end by itself
             process.kill()
-        self.channel.close()
         if hasattr(self, "group"):
             self.group.abort()
 
     def _check(self) -> None:
-        for rank, process in self.processes.items():
-            if process.poll() is not None:
-                raise RankError(f"rank {rank} died: its process ended, status {process.returncode}")
         if self.heartbeat.verdict:
             raise RankError(self.heartbeat.verdict)
 
@@ -176,7 +185,9 @@ def join_ranks(source: ModelSource) -> Ranks:
     if found != size and (found > 1 or dist.is_initialized()):
         raise ValueError(f"tensor_parallel_size: expected {found}, the ranks, got {size}")
     if rank != 0:
-        return _join(store, rank, size)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it is over
+        local_rank = dist.get_node_local_rank(fallback_rank=rank)
+        return Ranks(rank, size, store, local_rank, timeout=RANK_TIMEOUT)
     if dist.is_initialized() and store.check([ONE_MODEL]):
         raise ValueError(
             "tensor_parallel_size: expected ranks without a model; `close` the one they have, or "
@@ -189,79 +200,54 @@ def join_ranks(source: ModelSource) -> Ranks:
             "tensor_parallel_size: expected arguments that can be sent to another process, got "
             f"{type(error).__name__}: {error}"
         ) from error
-    address = (LOCAL if found == 1 else _own_address(_host_of(store)), 0)
-    heartbeat, channel = Heartbeat(0, size, RANK_TIMEOUT, address), Channel(0, size, address)
+    processes, local_rank = {}, 0
     if found == 1:
-        listener = socket.create_server(address)  # the store's own would be on all interfaces
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            LOCAL, port, size, is_master=True, wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
-        processes, local_rank = _start(heartbeat, channel, store.port), 0
+        store = local_store(size)
+        processes = _start(size, store.port)
     else:
-        store.set(PORTS, f"{heartbeat.port} {channel.port}")
-        processes, local_rank = {}, dist.get_node_local_rank(fallback_rank=0)
-    return Ranks(heartbeat, channel, store, local_rank, pickled, processes)
+        local_rank = dist.get_node_local_rank(fallback_rank=0)
+    return Ranks(
+        0, size, store, local_rank, source=pickled, processes=processes, timeout=RANK_TIMEOUT
+    )
 
 
-def run_rank(heartbeat: Heartbeat, spec: Mapping[str, Any]) -> None:
-    """Be a rank that another process has started with ``spec`` (`_start`), until that closes."""
-    rank, size = spec["rank"], spec["size"]
-    torch.set_num_threads(spec["threads"])
-    channel = Channel(rank, size, (LOCAL, spec["channel"]))
-    store = dist.TCPStore(LOCAL, spec["store"], size, is_master=False)
-    Ranks(heartbeat, channel, store, rank).follow()
+def local_store(size: int) -> dist.TCPStore:
+    """A store that only this machine can reach."""
+    listener = socket.create_server((LOCAL, 0))  # the store's own would be on all interfaces
+    return dist.TCPStore(
+        LOCAL, listener.getsockname()[1], size, is_master=True, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
 
 
-def _start(heartbeat: Heartbeat, channel: Channel, port: int) -> dict[int, subprocess.Popen[bytes]]:
+def _start(size: int, port: int) -> dict[int, subprocess.Popen[bytes]]:
     """Start the other ranks on this machine; port: of the store."""
-    threads = max(1, torch.get_num_threads() // channel.size)
+    threads = max(1, torch.get_num_threads() // size)
     torch.set_num_threads(threads)
-    spec = {"size": channel.size, "timeout": heartbeat.timeout, "threads": threads}
-    spec |= {"heartbeat": heartbeat.port, "channel": channel.port, "store": port}
+    spec = {"size": size, "port": port, "timeout": RANK_TIMEOUT, "threads": threads}
     processes = {}
-    for rank in range(1, channel.size):
-        process = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE)
-        processes[rank] = process
-        with suppress(BrokenPipeError), process.stdin as stdin:
-            stdin.write(json.dumps(spec | {"rank": rank}).encode())
+    for rank in range(1, size):
+        command = [sys.executable, "-c", WORKER, json.dumps(spec | {"rank": rank})]
+        processes[rank] = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     return processes
 
 
-def _join(store: Any, rank: int, size: int) -> Ranks:
-    """Meet rank 0, which is there already or is about to come."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it is over
+def run_rank() -> None:
+    """Be a rank that another process has started (`_start`), until that closes."""
+    spec = json.loads(sys.argv[1])
+    rank, size, timeout = spec["rank"], spec["size"], spec["timeout"]
+    torch.set_num_threads(spec["threads"])
+    # torch tries again where rank 0 has ended, and waits for ever where it is stopped.
     try:
-        store.wait([PORTS], datetime.timedelta(seconds=RANK_TIMEOUT))
-    except dist.DistStoreError as error:
-        raise RankError(f"rank 0 died: it did not come within {RANK_TIMEOUT:g} s") from error
-    beats, messages = map(int, store.get(PORTS).split())
-    host = _host_of(store)
-    heartbeat = Heartbeat(rank, size, RANK_TIMEOUT, (host, beats))
-    channel = Channel(rank, size, (host, messages))
-    return Ranks(heartbeat, channel, store, dist.get_node_local_rank(fallback_rank=rank))
-
-
-def _host_of(store: Any) -> str:
-    """The address that was given for rank 0."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return str(getattr(store, "host", LOCAL))
-
-
-def _own_address(host: str) -> str:
-    """The address of this machine that a host is; "" = all, where other machines alone know it.
-
-    Such are public addresses behind a router, and names that this machine takes for itself.
-    """
-    try:
-        with socket.create_server((host, 0)) as server:
-            address: str = server.getsockname()[0]
-    except OSError:
-        return ""
-    is_own_name = address.startswith("127.") and host not in ("localhost", address)
-    return "" if is_own_name else address
+        socket.create_connection((LOCAL, spec["port"])).close()
+    except OSError as error:
+        end_process(rank, f"rank 0 died: {error}")
+    reason = f"rank 0 died: nothing was heard of it for {timeout:g} s"
+    silent = threading.Timer(timeout, end_process, (rank, reason))
+    silent.start()
+    store = dist.TCPStore(LOCAL, spec["port"], size, is_master=False)
+    silent.cancel()
+    Ranks(rank, size, store, rank, timeout=timeout).follow()
 
 
 def versions_and_files(directory: Path | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from quire.kvcore import KVCache, StepArrays, StepPlan, WorkerTables, step_arrays
@@ -88,7 +89,7 @@ class StepSender:
     def close(self) -> None:
         """End all ranks. No step may follow."""
         if not self.ranks.ended:
-            with suppress(ConnectionError):  # of a rank that died meanwhile
+            with suppress(dist.DistError):  # of a store that is gone
                 self._send(CLOSE)
             self.ranks.close()
 

@@ -202,7 +202,7 @@ def test_a_step_that_fails_ends_all():
         with pytest.raises(RankError, match=r"^rank 0 failed: TypeError: 'NoneType'"):
             engine.step()
 
-    with pytest.raises((ConnectionError, threading.BrokenBarrierError)):  # of rank 1
+    with pytest.raises(threading.BrokenBarrierError):  # of rank 1
         run_on_ranks(2, few("llama-tiny"), work, num_pages=100)
 
 
@@ -258,15 +258,6 @@ def test_versions_and_files_that_differ(tmp_path):
     for other in (launch.versions_and_files(tmp_path), launch.versions_and_files(None)):
         with pytest.raises(ValueError, match=r"rank 2 has model\.safetensors .*, rank 0 \[1048576"):
             launch.expect_equal([first, first, other])
-
-
-@pytest.mark.parametrize(
-    ("host", "address"),
-    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("127.0.1.1", "127.0.1.1"), ("203.0.113.9", "")],
-)  # fmt: skip
-def test_an_address_of_rank_0_that_others_reach(host, address):
-    """203.0.113.0/24 is no machine's."""
-    assert launch._own_address(host) == address
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Ranks that are threads of one process; their collectives exchange tensors in its memory."""
 
+import pickle
 import threading
 from collections import Counter
 from contextlib import contextmanager
@@ -12,8 +13,8 @@ from quire.models.engine.engine import Engine
 from quire.models.loading.random_weights import random_model
 from quire.models.parallel.channel import Channel
 from quire.models.parallel.group import Group
-from quire.models.parallel.heartbeat import LOCAL
-from quire.models.parallel.steps import StepSender, follow
+from quire.models.parallel.launch import local_store
+from quire.models.parallel.steps import CLOSE, StepSender, follow
 
 
 class ThreadGroup(Group):
@@ -55,16 +56,19 @@ class ThreadGroup(Group):
         return data.copy_(self._exchange(data.clone())[0])
 
     def abort(self):
-        self.channel.close()
         self._barrier.abort()
+        self.channel.send(pickle.dumps((CLOSE,)))
 
 
 def groups(size):
-    first = Channel(0, size, (LOCAL, 0))
-    others = [Channel(rank, size, (LOCAL, first.port)) for rank in range(1, size)]
-    first.accept(lambda: None)
-    shared = [None] * size, threading.Barrier(size)
-    return [ThreadGroup(channel, shared) for channel in (first, *others)]
+    store, shared = local_store(size), ([None] * size, threading.Barrier(size))
+
+    def check():
+        if shared[1].broken:
+            raise threading.BrokenBarrierError
+
+    channels = [Channel(rank, size, store.clone(), check) for rank in range(size)]
+    return [ThreadGroup(channel, shared) for channel in channels], store
 
 
 def on_ranks(size, work):
@@ -78,13 +82,13 @@ def on_ranks(size, work):
             failed.append(error)
             group.abort()
 
-    threads = [threading.Thread(target=run, args=(group,)) for group in groups(size)]
+    ranks, _store = groups(size)  # connections do not keep the store
+    threads = [threading.Thread(target=run, args=(group,)) for group in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    broken = (threading.BrokenBarrierError, ConnectionError)
-    real = [error for error in failed if not isinstance(error, broken)]
+    real = [error for error in failed if not isinstance(error, threading.BrokenBarrierError)]
     if failed:
         raise (real or failed)[0]
     return out
