@@ -11,12 +11,10 @@ from .arrays import INT32, INT64, ZERO32, Int32, Int64
 
 
 def refusal(name: str, expected: str, got: Any) -> ValueError:
-    """The error of a wrong argument."""
     return ValueError(f"{name}: expected {expected}, got {got}")
 
 
 def as_int(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
-    """An int in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
         raise refusal(name, f"an int >= {low}", repr(value))
     if value > high:
@@ -25,14 +23,12 @@ def as_int(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
 
 
 def as_flag(name: str, value: Any) -> bool:
-    """True or False."""
     if not isinstance(value, bool):
         raise refusal(name, "True or False", repr(value))
     return value
 
 
 def as_bytes(name: str, value: Any) -> bytes:
-    """Bytes."""
     if not isinstance(value, bytes):
         raise refusal(name, "bytes", type(value).__name__)
     return value
@@ -51,7 +47,6 @@ def as_number(name: str, value: Any, expected: str) -> float:
 
 
 def as_seconds(name: str, value: Any) -> float:
-    """A finite number of seconds."""
     return as_number(name, value, "a finite number of seconds")
 
 
@@ -69,7 +64,6 @@ def as_ints(name: str, values: Any) -> Int64:
 
 
 def _kind(array: Any) -> Any:
-    """Type of the elements of an array, for an error."""
     return "str" if array.dtype.kind == "U" else array.dtype
 
 
@@ -89,9 +83,7 @@ def as_token_ids(name: str, tokens: Any) -> Int32:
 
 
 def as_unused(name: str, thing: Any, expected: str, is_one: bool) -> Any:
-    """Check that `thing`, an eviction policy or event log, `is_one`, and that no cache has it: it
-    remembers the content of its cache (see `take_ownership`). Returns `thing`.
-    """
+    """Check that `thing` is a policy or event log that no cache has, as it remembers entries."""
     if not is_one:
         raise refusal(name, expected, repr(thing))
     if getattr(thing, "_has_cache", False):
@@ -100,7 +92,6 @@ def as_unused(name: str, thing: Any, expected: str, is_one: bool) -> Any:
 
 
 def take_ownership(*things: Any) -> None:
-    """Mark the things that are not None as used by a cache."""
     for thing in things:
         if thing is not None:
             thing._has_cache = True

@@ -74,8 +74,7 @@ class Checks:
     def expect_tokens(
         self, name: str, slots: list[int], start: list[int], counts: list[int], ids: Int32
     ) -> None:
-        """Raise ValueError if tokens `ids`, `counts` of each of `slots` from position `start` on,
-        differ from the prompts."""
+        """Raise ValueError if `ids`, `counts` [n] from `start` [n] on, differ from the prompts."""
         first = 0
         for slot, begin, n in zip(slots, start, counts, strict=True):
             known = self.prompts[slot][begin : begin + n]

@@ -30,8 +30,7 @@ SegmentContent = tuple[Int32, Identity]  # tokens of a segment, and its salt and
 
 
 class EventWriter:
-    """Write the events of one index. They name token ids, so this keeps the tokens of running
-    requests and cached segments.
+    """Write the events of one index; keeps the tokens of requests and segments, which they name.
 
     Attributes:
         tokens: [alignment] int32 tokens of each cached segment, by its key.
@@ -79,7 +78,6 @@ class EventWriter:
     # Tokens of running requests.
 
     def admitted(self, slot: int, prompt: Prompt, request_id: Hashable) -> None:
-        """Begin to keep the tokens of a request."""
         assert prompt.tokens is not None and prompt.salt is not None
         self._prompts[slot], self._request_ids[slot] = prompt.tokens, request_id
         if self.log.identities:
@@ -118,13 +116,11 @@ class EventWriter:
         self._answers = rings
 
     def released(self, slot: int) -> None:
-        """Forget the tokens of a request."""
         self._prompts[slot], self._request_ids[slot] = NO_VALUES, None
 
     # Changes of the index.
 
     def segments(self, slot: int, first: int, last: int) -> None:
-        """Segments [first, last) of a request were cached."""
         keys = split_keys(self._sequences.keys(slot, first, last))
         a, prompt = self.alignment, self._prompts[slot]
         n = len(prompt)
@@ -159,15 +155,13 @@ class EventWriter:
             self._write(self._segments(hashes, list(contents), parent, first))
 
     def point(self, run: Run, depth: int, slot: int | None = None) -> None:
-        """A resume point was added at segment `depth` on the path to `run`, by the request of
-        `slot` if given."""
+        """A resume point was added at segment `depth`, by the request of `slot` if given."""
         keys = split_keys(self._before(run, depth))
         who = None if slot is None else self._request_ids[slot]
         for event in self._point(keys, self.of_segments(keys), depth, who):
             self._write(event)
 
     def of_prompt(self, prompt: Prompt, first: int, last: int) -> list[SegmentContent]:
-        """Tokens and identities of segments [first, last) of a prompt."""
         assert prompt.tokens is not None and prompt.salt is not None
         a, whole = self.alignment, NOTHING
         if self.log.identities:
@@ -181,7 +175,6 @@ class EventWriter:
         ]
 
     def of_segments(self, keys: tuple[bytes, ...]) -> list[SegmentContent]:
-        """Tokens and identities of cached segments."""
         return [(self.tokens[key], self.identities.get(key, NOTHING)) for key in keys]
 
     def _before(self, run: Run | None, depth: int) -> bytes:
@@ -196,8 +189,7 @@ class EventWriter:
     def everything(
         self, runs: Iterable[Run], others: Iterable[tuple[Iterator[Event], int]] = ()
     ) -> None:
-        """Replace all events by those of `runs`, parents first, and of `others` (`snapshot` of
-        other indexes). The content is recorded now; its events are made when they are taken."""
+        """Replace all events by those of `runs` (parents first) and `others`, made when taken."""
         parts = [self.snapshot(runs), *others]
         events = chain([AllBlocksCleared()], *(part for part, _ in parts))
         self.log.announce(events, 1 + sum(number for _, number in parts))
@@ -267,7 +259,6 @@ class EventWriter:
             )  # fmt: skip
 
     def segments_removed(self, keys: bytes) -> None:
-        """Segments with these keys were evicted."""
         hashes = split_keys(keys)
         for key in hashes:
             del self.tokens[key]
@@ -277,13 +268,11 @@ class EventWriter:
             self._write(BlockRemoved("dense", self._dense, names, hashes, self.medium))
 
     def point_removed(self, key: bytes, depth: int) -> None:
-        """The resume point at segment `depth`, after the segment of `key`, was evicted."""
         for c, groups, names in self._tails:
             hashes = tail_hashes(key, min(c.tail, depth * self.alignment // c.block_size))
             self._write(BlockRemoved(c.spec.kind, groups, names, hashes, self.medium))
 
     def cleared(self) -> None:
-        """Everything was evicted."""
         self.tokens.clear()
         self.identities.clear()
         self._write(AllBlocksCleared())

@@ -1,12 +1,12 @@
 """Events: records of blocks stored and removed, for routers and other readers.
 
-* A *segment* has one event of kind ``"dense"``: its key is the hash of a block of `alignment` tokens.
+* A *segment* has one event of kind ``"dense"``: one block of `alignment` tokens, its key the hash.
 * A *resume point* has one event for each kind, block size and window. The last hash is the key of
   the segment before the boundary; the others are made from it.
 
-A reader can predict hits. A hit can end at a boundary if all segments before it are stored, and its
-key in every group that is not dense. It can also end between two such boundaries (or the start and
-one) at most `Layout.span` apart. Without dense groups the chain is unknown, and a hit may be longer.
+A reader can predict hits. One can end at a boundary if all segments before it are stored, and its
+key in every group that is not dense; or between two such boundaries (or the start and one) at most
+`Layout.span` apart. Without dense groups the chain is unknown, and a hit may be longer.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class EventLog:
             self.num_dropped += 1
 
     def announce(self, events: Iterator[Event], number: int) -> None:
-        """Replace the events in the log by `number` others, which are made when they are taken and
-        take no room before; they are dropped together when events after them are.
+        """Replace all events by `number` others, made when they are taken. They take no room, and
+        are dropped together when events after them are.
         """
         self.next_number += number - len(self)
         self._events.clear()
@@ -142,9 +142,7 @@ class EventLog:
         self._announced, self._num_announced = iter(()), 0
 
     def take(self, most: int | None = None) -> tuple[int, list[Event]]:
-        """Take out the oldest events, at most `most`: the number of the first (or next), and the
-        events.
-        """
+        """Take out the oldest events, at most `most`: (number of the first or next, events)."""
         left = len(self) if most is None else min(len(self), as_int("most", most, 1))
         first = self.next_number - len(self)
         events = list(islice(self._announced, min(left, self._num_announced)))
@@ -157,7 +155,6 @@ class EventLog:
 
 
 def size_of(event: Event) -> int:
-    """Approximate bytes of memory of an event."""
     if isinstance(event, AllBlocksCleared):
         return 64
     size = 400 + 80 * len(event.block_hashes)
@@ -168,9 +165,9 @@ def size_of(event: Event) -> int:
 
 
 def tail_hashes(key: bytes, num_blocks: int) -> tuple[bytes, ...]:
-    """Hashes of the blocks of a resume point.
+    """Hashes of the blocks of a resume point; the last is `key`, that of the segment before it.
 
-    The last one is `key`, the key of the segment before the boundary. It is there even without blocks.
+    There is always one, even without blocks.
     """
     # Not `key + i` alone: that is what the key of a following segment of one token, i, is made of.
     before = [
@@ -181,5 +178,4 @@ def tail_hashes(key: bytes, num_blocks: int) -> tuple[bytes, ...]:
 
 
 def split_keys(keys: bytes) -> tuple[bytes, ...]:
-    """Segment keys one by one."""
     return tuple(bytes(keys[i : i + KEY_BYTES]) for i in range(0, len(keys), KEY_BYTES))

@@ -96,8 +96,7 @@ def check_index(
     """Recount `index` and its pool.
 
     Args:
-        owners: pages that somebody else than the index alone has. users, holds: pages that somebody
-            reads, or that points which are to come hold; one entry for each time.
+        owners, users, holds: pages owned, read and held outside of the index, once for each time.
         locks: running requests below each run, by its id.
     """
     pool = index.pool

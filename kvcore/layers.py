@@ -58,8 +58,8 @@ def cache_groups(
 ) -> tuple[list[GroupSpec], list[LayerPlacement]]:
     """Deal layers of one shape into groups of about equal size, with pages of equal bytes.
 
-    A group has at most as many layers as the rarest shape. If the commonest shape has less than 1.5
-    times as many, a group has at most as many as that. All pages are as large as the largest: lighter layers put more tokens in
+    A group has at most as many layers as the rarest shape, or as the commonest if that has less
+    than 1.5 times as many. All pages are as large as the largest: lighter layers put more tokens in
     theirs if the sizes divide, and leave a rest unused otherwise.
 
     Args:

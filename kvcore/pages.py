@@ -52,7 +52,6 @@ class PagePool:
         self.num_free -= n
 
     def pop(self, n: int) -> list[int]:
-        """Take n pages from the stack, in its order."""
         assert n <= self.num_free
         self.num_free -= n
         pages: list[int] = self._stack[self.num_free : self.num_free + n].tolist()
@@ -131,5 +130,4 @@ class PagePool:
         self.put(idle)
 
     def free_pages(self) -> Int64:
-        """All free pages, next one last."""
         return self._stack[: self.num_free].copy()

@@ -206,8 +206,8 @@ class Layout:
             self.pages_per_point += c.num_tables * c.tail
 
     def span(self, exact: bool) -> int:
-        """Largest distance in segments of two resume points that hold all tails in between. `exact`:
-        after a replay, only the last ``sliding_window - 1`` rows of a tail are sure to be right."""
+        """Most segments between two resume points that hold all tails in between. `exact`: only the
+        last ``sliding_window - 1`` rows of a tail are sure to be right, as after a replay."""
         windows = [c for c in self.classes if c.tail]
         if any(c.spec.kind == "state" for c in windows):
             return 0

@@ -30,7 +30,6 @@ def new_counters(layout: Layout) -> dict[str, int]:
 
 
 def count_admission(counters: dict[str, int], match: Match, resumed: bool) -> None:
-    """Count an admission with the hit `match`; `resumed`: after a preemption."""
     if match.replay_from is not None and match.replay_to is not None:
         counters["replays"] += 1
         counters["replayed_tokens"] += match.replay_to - match.replay_from
@@ -54,7 +53,6 @@ def count_admission(counters: dict[str, int], match: Match, resumed: bool) -> No
 
 
 def stats(cache: KVCache) -> dict[str, int]:
-    """Counters of `cache` since the start, and its pages by state now."""
     index, useless = cache.index, cache.index.num_useless_evicted
     return {
         **cache.counters,
@@ -75,7 +73,6 @@ def stats(cache: KVCache) -> dict[str, int]:
 
 
 def describe(cache: KVCache) -> str:
-    """Describe `cache`: alignment, smallest prefix, retention, cost of a resume point."""
     layout, a = cache.layout, cache.alignment
     mib = layout.page_bytes / 2**20
     retention = f"every {cache.interval} tokens" if cache.interval else "none besides"

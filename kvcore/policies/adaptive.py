@@ -25,10 +25,10 @@ def segments_per_page(entry: Entry) -> float:
 class Adaptive:
     """Evict first the entry that is expected to save least per page and time.
 
-    Savings are the segments that a hit on the entry has more than a hit on the next shorter one. They
-    are divided by the pages that an eviction of the entry frees. The time until a hit is learned for each kind of entry. It
-    follows from the share of entries that prompts return to, their mean time, and the age of the
-    entry (see `hazard`). The kinds, each apart for prompts that begin a conversation or continue one:
+    Savings are the segments that a hit has more than one on the next shorter entry, for each page
+    that its eviction frees. The time until a hit is learned for each kind of entry, from the share
+    that prompts return to, their mean time, and the age of the entry (see `hazard`). The kinds,
+    each apart for prompts that begin a conversation or continue one:
 
     * the reason why the prompt left the entry: its `end`, an `edited` end, a `junction`, the end of
       the `answer`, or else `inside`;
@@ -61,8 +61,7 @@ class Adaptive:
         self._popped: tuple[Entry, Record] | None = None
 
     def behind(self, worth: Callable[[Entry], float]) -> Adaptive:
-        """A policy for a tier behind the cache of this one, with its statistics and its own
-        `worth`."""
+        """A policy for a tier behind this cache, with the same statistics and its own `worth`."""
         policy = Adaptive(worth=worth)
         policy._returns, policy._is_behind = self._returns, True
         self._returns.policies.append(policy)
@@ -135,7 +134,7 @@ class Adaptive:
                 yield filed
 
     def _stand_in(self, shorter: Entry, record: Record) -> None:
-        """`shorter` now serves returns to the evicted `record`, and may be the last of its chain."""
+        """`shorter` serves returns to the evicted `record`, and may be the last of its chain."""
         if shorter in self._filed:
             known = self._filed[shorter][1]
             if self._returns.chance(record) > self._returns.chance(known):
@@ -149,7 +148,6 @@ class Adaptive:
         self._new[entry] = None
 
     def _tidy(self) -> None:
-        """Heads of queues are entries that are filed there."""
         for queue, heap in list(self._queues.items()):
             while heap and self._filed.get(heap[0][3], GONE)[0] != heap[0][2]:
                 heapq.heappop(heap)
@@ -168,7 +166,7 @@ class Adaptive:
         return least
 
     def _look(self, limit: int) -> None:
-        """File the entries that waited longest: those that wait still count as worth keeping."""
+        """File the entries that waited longest; those that wait count as worth keeping."""
         while self._new and limit:
             entry = self._new.popitem(last=False)[0]
             self._file(entry, self._record(entry))
@@ -193,7 +191,7 @@ class Adaptive:
     # What is learned.
 
     def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
-        """Learn from a prompt, see `EvictionPolicy.asked`."""
+        """Learn from a prompt (see `EvictionPolicy.asked`)."""
         self._look(LOOKS)
         if not self._is_behind:
             self._returns.asked(keys, hit, kept)

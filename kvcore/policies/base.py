@@ -61,12 +61,10 @@ class EvictionPolicy(Protocol):
     """
 
     def add(self, entry: Entry) -> None:
-        """Rank `entry`: it was cached, or used again. An end of a chain is discarded while a request
-        uses it.
-        """
+        """Rank `entry`: it was cached, or used again."""
 
     def discard(self, entry: Entry) -> None:
-        """Forget `entry`: it is gone or may not be evicted. It may be unknown."""
+        """Forget `entry`, perhaps an unknown one: it is gone, or a request or pin needs it."""
 
     def pop(self) -> Entry | None:
         """Take out the entry to evict next; None when there is none."""

@@ -1,9 +1,9 @@
 """Retention: at which boundaries of a sequence a resume point is kept.
 
 Some boundaries are kept whatever the setting: the resend boundaries of a prompt
-(`resend_boundaries`), the last boundary that a request reached, and the *junction*. A junction is
-where a request left a chain whose dense blocks are cached but which has no resume point there. While
-a prompt is computed, the end of its last chunk has a point too, for other prompts. Alignment 32, ``retention="latest"``:
+(`resend_boundaries`), the last boundary that a request reached, and the *junction*, where a request
+left a chain with cached dense blocks but no resume point. While a prompt is computed, the end of
+its last chunk has a point too, for other prompts. Alignment 32, ``retention="latest"``:
 
     tokens     0    32   64   96   128  160  192
     prompt 1   |=============================|---   200 tokens; resume point at 192
@@ -37,8 +37,8 @@ def parse_retention(retention: Retention, layout: Layout, span: int = 0) -> int:
     resumable too. So an interval shorter than the span is raised to its longest multiple within it.
 
     Args:
-        retention: ``"auto"`` (see `affordable_interval`), ``"dense"`` (every boundary is resumable),
-            ``"latest"`` (none besides), or an interval in tokens.
+        retention: ``"auto"`` (see `affordable_interval`), ``"dense"`` (all boundaries are
+            resumable), ``"latest"`` (none besides), or an interval in tokens.
 
     Raises:
         ValueError: unknown word, or an interval that is not a positive multiple of the alignment.
@@ -70,8 +70,8 @@ def affordable_interval(layout: Layout) -> int:
 
 
 def resend_boundaries(num_tokens: int, alignment: int) -> tuple[int, int, int]:
-    """Boundaries of a prompt that are always kept, 0 for none: for a resend, capped one token before
-    its end; for a longer sibling; and for a prompt with edited last lines.
+    """Boundaries of a prompt that are always kept, 0 for none: for a resend, which leaves a token
+    to compute; for a longer prompt; for one with edited last lines.
     """
     end = num_tokens // alignment * alignment
     edited = num_tokens // EDITED_TOKENS * EDITED_TOKENS // alignment * alignment
@@ -79,8 +79,8 @@ def resend_boundaries(num_tokens: int, alignment: int) -> tuple[int, int, int]:
 
 
 def kept_boundaries(start: Int64, end: Int64, always: Int64, interval: int) -> tuple[Int64, Int64]:
-    """Kept boundaries in (start, end] of each request, with those of `always` [n, m]: (requests [k],
-    boundaries [k]) int64, sorted by request, then boundary, without repeats.
+    """Sorted (requests [k], boundaries [k]) that are kept in (start, end] [n], each once, with
+    those of `always` [n, m].
     """
     if len(start) == 1:
         return kept_of_one(int(start[0]), int(end[0]), always[0].tolist(), interval)

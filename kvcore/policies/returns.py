@@ -40,7 +40,6 @@ class ReturnCounts:
         self.made = self.returned = self.waited = 0.0
 
     def count(self) -> None:
-        """One more was made."""
         self.made += 1
         if self.made > 1024:
             self.made /= 2
@@ -85,7 +84,6 @@ class Record:
 
     @property
     def continues(self) -> bool:
-        """Its prompt goes on with an earlier one."""
         return self.visit is not None and self.visit.continues
 
 
@@ -124,8 +122,7 @@ class Returns:
         self._visit: Visit | None = None
 
     def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
-        """Find what the prompt returns to: the deepest entry that it could have hit, and the one
-        that it hit."""
+        """Find the deepest entry that the prompt could have hit, and the one that it hit."""
         self._now += 1
         self._rates.clear()
         self._chances.clear()
@@ -150,8 +147,8 @@ class Returns:
             self.left.popitem(last=False)
 
     def _return_to(self, record: Record, most: bool) -> bool:
-        """Count a prompt that starts with the prefix of `record`, which is `most` of it or not;
-        True if it continues an earlier prompt."""
+        """Count a prompt with the prefix of `record`, which is `most` of it or not; True if it
+        continues an earlier prompt."""
         self._credit(record)
         visit = record.visit if most else None
         if visit is not None and not visit.moved_on:
@@ -184,8 +181,7 @@ class Returns:
         )
 
     def _rate(self, kind: str, continues: bool) -> tuple[float, float]:
-        """Share that is returned to, and mean wait. Small counts are mixed with those of the kind
-        as a whole, and of all kinds."""
+        """(share returned to, mean wait); small counts are mixed with those of more entries."""
         rate = self._rates.get((kind, continues))
         if rate is None:
             every = self._all

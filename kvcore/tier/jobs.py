@@ -39,7 +39,6 @@ class TransferEnd:
         index.transfers[self] = None
 
     def take(self, num_pages: int) -> Int32:
-        """Take free pages; returns them."""
         pool = self.index.pool
         self.taken = pool.peek(num_pages).astype(np.int32)
         pool.take(num_pages)
@@ -104,9 +103,8 @@ class Job:
         return self.source is None
 
     def adopt(self) -> tuple[int, int]:
-        """Make entries of the target pages, except for segments and resume points that were cached
-        meanwhile; return the numbers of new segments and points.
-        """
+        """Make entries of the target pages that are not cached meanwhile; returns the numbers of
+        new segments and points."""
         end, first, pages = self.target, self.first, self.segments
         index, end.taken = end.index, NO_VALUES
         assert end.run.depth == first
@@ -165,10 +163,8 @@ def begin_job(
     page_bytes: int,
     alignment: int,
 ) -> Job | None:
-    """Reserve target pages for the missing part of a chain that ends with `run`, and lock it at
-    both ends. None without room in the target, and nothing has changed. Errors of the target's
-    policy are raised.
-    """
+    """Reserve target pages for the missing part of a chain that ends with `run`, and lock both.
+    None without room in the target, and nothing has changed."""
     depth = len(keys) // KEY_BYTES
     there, first = target.find(keys, depth)
     dense = source.pages_between(run, first, depth)

@@ -29,8 +29,8 @@ class Stores:
     def due(
         self, device: PrefixIndex, host: PrefixIndex, under_way: int
     ) -> dict[Run | ResumePoint, tuple[bytes, int]]:
-        """Entries to copy now, in order of eviction, while `under_way` device pages are being
-        copied: {entry: (keys of its chain, leading segments of it in the host)}."""
+        """Entries to copy now, in order of eviction: {entry: (keys, leading segments in the host)}.
+        `under_way`: device pages that are being copied."""
         due: dict[Run | ResumePoint, tuple[bytes, int]] = {}
         if len(self._seen) > 4 * (device.num_segments + REMEMBERED):
             self._seen = {e: used for e, used in self._seen.items() if _is_cached(e)}
@@ -51,11 +51,10 @@ class Stores:
         return due
 
     def inspect_again(self, entry: Run | ResumePoint) -> None:
-        """Inspect `entry` again: it was not copied, or only in part."""
+        """`entry` was not copied, or only in part."""
         self._seen.pop(entry, None)
 
     def inspect_all_again(self) -> None:
-        """Inspect all entries again: the host has none of them now."""
         self._seen.clear()
 
 
@@ -72,14 +71,12 @@ def by_path(entries: Iterable[Run | ResumePoint]) -> list[list[Run | ResumePoint
 
 
 def run_at(entry: Run | ResumePoint) -> Run:
-    """Run with the last segment of an entry."""
     run = entry.run if isinstance(entry, ResumePoint) else entry
     assert run is not None
     return run
 
 
 def chain_keys(entry: Run | ResumePoint) -> bytes:
-    """Keys of all segments up to an entry."""
     return b"".join([node.keys for node in path_to(run_at(entry))])[: entry.depth * KEY_BYTES]
 
 

@@ -131,12 +131,8 @@ class Tiers:
         extra_keys: ExtraKeys | None = None,
         max_tokens: int | None = None,
     ) -> TierMatch:
-        """Find a prompt in both places, and decide whether to load more of it: only if prefill would
-        take longer. Changes nothing. The arguments are those of `KVCache.match`.
-
-        The host has every segment before each of its resume points, so one load brings all that can
-        help.
-        """
+        """Find a prompt in both places, and decide to load more only if prefill would take longer.
+        Changes nothing. The arguments are those of `KVCache.match`."""
         kv, a, index = self._kv, self._kv.alignment, self.index
         prompt = kv._lookup.to_prompt(token_ids, salt, extra_keys)
         device = kv._lookup.find(prompt, max_tokens)[0]
@@ -233,11 +229,9 @@ class Tiers:
         return job
 
     def load(self, match: TierMatch) -> Job | None:
-        """Begin to load a prompt, which is looked up again, to device pages, for which cached
-        entries are evicted as in `KVCache.plan`. Nothing becomes findable before `done`. None, and
-        nothing has changed, if there is nothing to load, or no room. ValueError if `match` is not a
-        `TierMatch` of this cache.
-        """
+        """Begin to load a prompt to device pages, evicting cached entries as `KVCache.plan` does.
+        It is looked up again, and nothing becomes findable before `done`. None, and nothing has
+        changed, without anything to load, or room. ValueError if `match` is not a `TierMatch`."""
         if not isinstance(match, TierMatch):
             raise refusal("match", "what `Tiers.match` returned", repr(match))
         match = self.match(match.prompt, max_tokens=match.device.max_tokens)
@@ -267,10 +261,9 @@ class Tiers:
         return job
 
     def done(self, job: Job, *, failed: bool = False) -> bool:
-        """End an open job: the copied entries become findable in the target. False if none did, as
-        a copy `failed`, or they were forgotten during the job. After a failed load its source
-        entries leave the host, with everything found only through them.
-        """
+        """End an open job: the copied entries become findable in the target. False if none did,
+        as a copy `failed` or they were forgotten meanwhile. After a failed load its source
+        entries leave the host, with everything found only through them."""
         self._close(job)
         is_void = job.is_void
         is_good = not (failed or is_void)
@@ -300,13 +293,12 @@ class Tiers:
         del self.jobs[job]
 
     def _changed(self) -> None:
-        """Void the newest plan: the stack of free pages may change."""
         self._kv._planned = None
 
     # Called by the cache.
 
     def clear(self) -> None:
-        """Forget all entries, and those of open jobs; for `KVCache.clear`, `reset`, `evict_pages`."""
+        """Forget all entries, and those of open jobs (for `KVCache.clear` and others)."""
         for job in self.jobs:
             if not job.is_void:
                 job.void()
