@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common.bounds import Bounded, allowed, bounding
-from .problem import Problem, gathered, raw_rows, slots
-from .shapes import AttentionShape
+from .problem import Problem, slots, stored
 
 CHECKED_SEQS, CHECKED_ROWS = 8, 12
 
@@ -139,22 +138,19 @@ def attention_row(
 
 def visible(problem: Problem, seq: int, row: int) -> tuple[Tensor, Tensor]:
     """Keys and values [num_kv_heads, n, dim] that a new token sees in the first copy."""
-    case, shape, tensors = problem.case, problem.case.shape, problem.each[0]
-    position = case.context - case.q_lens[seq] + row
-    window = None if shape.op == "mla" else shape.sliding_window
-    lowest = 0 if window is None else max(0, position - window + 1)
-    seen = range(lowest, position + 1)
-    if isinstance(shape, AttentionShape):
-        keys, values = gathered(problem, seq, 0, seen)
+    case, shape, position = problem.case, problem.case.shape, problem.case.new[seq][row]
+    found = stored(problem, seq, 0, range(shape.lowest(position), position + 1))
+    if shape.op == "attention":
+        keys, values = found
         return keys.transpose(0, 1), values.transpose(0, 1)
-    rows = raw_rows(problem, seq, 0, seen)
+    [rows] = found
     if shape.op in ("csa", "hca"):
         entry = torch.arange((position + 1) // shape.ratio, device=rows.device)
         if shape.op == "csa":
-            entry = tensors["topk_indices"][seq * case.q_lens[0] + row].long()
+            entry = problem.each[0]["topk_indices"][seq * case.q_lens[0] + row].long()
             entry = entry[entry >= 0]
         where = slots(problem.shared["compressed_table"][seq], shape.rows, entry)
-        rows = torch.cat([rows, tensors["compressed_pages"].read(where)])
+        rows = torch.cat([rows, problem.each[0]["compressed_pages"].read(where)])
     return rows[None], rows[None, :, : shape.head_dim_v]
 
 
@@ -162,7 +158,7 @@ def index_scores(problem: Problem, seq: int, row: int) -> Bounded:
     """Scores of all entries that new token ``row`` of a sequence sees."""
     case, shape, tensors = problem.case, problem.case.shape, problem.each[0]
     token, device = seq * case.q_lens[0] + row, tensors["q"].device
-    entry = torch.arange((case.context - case.q_lens[0] + row + 1) // shape.ratio, device=device)
+    entry = torch.arange((case.new[seq][row] + 1) // shape.ratio, device=device)
     keys = tensors["pages"].read(slots(problem.shared["block_table"][seq], shape.rows, entry))
     with bounding():
         products = torch.relu(keys.double() @ tensors["q"][token].double().T)

@@ -8,6 +8,7 @@ independently for each token, so caches serve fewer of them than those of a trai
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from quire import kernels
 from quire.kernels import IndexPages, LatentPages
 
-from .shapes import AttentionShape, Case, LatentShape
+from .shapes import Case, Shape
 
 LOGIT_STD = 3.0  # a softmax over thousands of keys rests on few, so that a wrong value shows
 L2_MULTIPLE, MAX_COPIES = 4, 32
@@ -69,10 +70,8 @@ class Draw:
         order = torch.randperm(batch * width, generator=self.generator, device=self.device)
         return (order + 1).int().view(batch, width)
 
-    def pages(
-        self, table: Tensor, shape: LatentShape, rows: int
-    ) -> LatentPages | IndexPages | Tensor:
-        """Pages of random rows for a table's entries; for "mla" a tensor."""
+    def latents(self, table: Tensor, shape: Shape, rows: int) -> LatentPages | IndexPages | Tensor:
+        """Pages of random latent rows for a table's entries; for "mla" a tensor."""
         num_pages, dim = table.numel() + 1, shape.head_dim
         if shape.op == "mla":
             return self.normal(num_pages, rows, dim)
@@ -83,8 +82,9 @@ class Draw:
             width = kernels.page_bytes(rows)
         if not shape.fp8:
             return make(self.normal(num_pages, rows, dim), rows, **kind)
-        data = torch.zeros(num_pages, width, dtype=torch.uint8, device=self.device)
-        pages = make(data, rows, **kind)
+        pages = make(
+            torch.zeros(num_pages, width, dtype=torch.uint8, device=self.device), rows, **kind
+        )
         if self.device.type != "meta":
             every = torch.arange(num_pages * rows, device=self.device)
             for part in every.split(QUANTIZED_ROWS):
@@ -115,85 +115,85 @@ def make_problem(
         "max_seqlen_q": max(case.q_lens),
         "max_seq_len": case.context,
     }
-    each = []
+    each: list[dict[str, Any]] = []
     for _ in range(_num_copies(device, case.num_bytes, copies)):
         q = draw.normal(case.num_tokens, shape.num_heads, shape.head_dim)
         each.append({"q": q.mul_(LOGIT_STD / (shape.softmax_scale * shape.head_dim**0.5))})
+    tokens, empty = case.num_tokens, functools.partial(torch.empty, device=device)
     if shape.op == "index":
-        return _index(case, draw, shared, each)
+        _index(case, draw, shared, each)
+        results = {
+            "out": empty(tokens, shape.topk, dtype=torch.int32),
+            "lens": empty(tokens, dtype=torch.int32),
+        }
+        return Problem(case, kernels.index_topk, shared, each, results)
     shared |= {"num_decodes": case.num_decodes, "softmax_scale": shape.softmax_scale}
-    tokens, heads = case.num_tokens, shape.num_heads
     results = {
-        "out": torch.empty(tokens, heads, shape.head_dim_v, dtype=dtype, device=device),
-        "lse": torch.empty(heads, tokens, device=device),
+        "out": empty(tokens, shape.num_heads, shape.head_dim_v, dtype=dtype),
+        "lse": empty(shape.num_heads, tokens),
     }
-    if isinstance(shape, AttentionShape):
-        return _attention(case, draw, shared, each, results)
-    pools = _num_copies(device, case.cache_bytes, copies) if case.cache_bytes else 0
-    return _latent(case, draw, shared, each, results, pools)
+    names, rope = ("kv",), {}
+    if shape.op == "attention":
+        names, operator = ("k", "v"), kernels.paged_attention
+        if shape.sliding_window is not None:
+            operator = kernels.sliding_window_attention
+        _attention(case, draw, shared, each)
+    elif shape.op == "mla":
+        operator = kernels.mla_attention
+        _latent(case, draw, shared, each, copies)
+    else:
+        operator = kernels.compressed_attention
+        _latent(case, draw, shared, each, copies)
+        # Angles of 0, with which the fused inverse RoPE changes nothing.
+        zero = torch.zeros(case.context, shape.rope_dim // 2, device=device)
+        rope["cos_sin"] = torch.cat([zero.cos(), zero], 1)
+    problem = Problem(case, operator, shared, each, results, in_step=[])
+    for copy in range(len(each)):
+        rows = [stored(problem, seq, copy, new) for seq, new in enumerate(case.new)]
+        own = (torch.cat(parts).to(dtype) for parts in zip(*rows, strict=True))
+        problem.in_step.append(dict(zip(names, own, strict=True)) | rope)
+    return problem
 
 
-def _attention(
-    case: Case, draw: Draw, shared: dict[str, Any], each: list[dict[str, Any]],
-    results: dict[str, Tensor],
-) -> Problem:  # fmt: skip
-    """Attention over K and V of a page, which lie side by side."""
+def _attention(case: Case, draw: Draw, shared: dict[str, Any], each: list[dict[str, Any]]) -> None:
+    """Add what attention reads: K and V of a page, which lie side by side."""
     shape = case.shape
-    first = torch.tensor([lowest_visible(case, seq) for seq in range(case.batch)])
-    block = torch.arange(-(-case.context // shape.block_size))
-    seen = block >= first[:, None] // shape.block_size
+    first = torch.tensor([shape.lowest(new.start) for new in case.new])
+    block = torch.arange(-(-case.context // shape.rows))
+    seen = block >= first[:, None] // shape.rows
     table, num_pages = torch.zeros(seen.shape, dtype=torch.int32), 1 + int(seen.sum())
     generator = torch.Generator().manual_seed(draw.generator.initial_seed())
     table[seen] = 1 + torch.randperm(num_pages - 1, generator=generator).int()
     shared["block_table"] = table.to(draw.device)
     shared["sinks"] = draw.normal(shape.num_heads).float() if shape.sinks else None
-    operator = kernels.paged_attention
     if shape.sliding_window is not None:
-        operator, shared["sliding_window"] = kernels.sliding_window_attention, shape.sliding_window
+        shared["sliding_window"] = shape.sliding_window
     for tensors in each:
-        pages = draw.normal(num_pages, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        pages = draw.normal(num_pages, 2, shape.rows, shape.num_kv_heads, shape.head_dim)
         if shape.fp8:
             pages = pages.mul_(64).clamp_(-448, 448).to(E4M3)
             # A head's scales lie side by side, as in the runner's pool. They are powers of two, so
             # that rows in the model's dtype can hold what pages hold.
-            size = (num_pages, 2, shape.num_kv_heads, shape.block_size)
+            size = (num_pages, 2, shape.num_kv_heads, shape.rows)
             options = {"generator": draw.generator, "device": draw.device}
             scales = torch.randint(-7, -4, size, **options).float().exp2().transpose(2, 3)
             tensors["k_scale"], tensors["v_scale"] = scales.unbind(1)
         tensors["k_pages"], tensors["v_pages"] = pages.unbind(1)
-    problem = Problem(case, operator, shared, each, results, in_step=[])
-    for copy in range(len(each)):
-        new = [
-            gathered(problem, seq, copy, range(case.context - q_len, case.context))
-            for seq, q_len in enumerate(case.q_lens)
-        ]
-        k, v = (torch.cat(rows).to(draw.dtype) for rows in zip(*new, strict=True))
-        problem.in_step.append({"k": k, "v": v})
-    return problem
 
 
 def _latent(
-    case: Case, draw: Draw, shared: dict[str, Any], each: list[dict[str, Any]],
-    results: dict[str, Tensor], pools: int,
-) -> Problem:  # fmt: skip
-    """Latent attention.
-
-    Args:
-        pools: copies of the entries that exceed the L2 cache; 0: the operator has none.
-    """
-    shape, q_len, device = case.shape, case.q_lens[0], draw.device
+    case: Case, draw: Draw, shared: dict[str, Any], each: list[dict[str, Any]], copies: int | None
+) -> None:
+    """Add what latent attention reads; entries are in as many copies as exceed the L2 cache."""
+    shape = case.shape
     table = draw.table(case.batch, -(-shape.entries(case.context) // shape.rows))
-    entries = [draw.pages(table, shape, shape.rows) for _ in range(pools)]
-    operator = kernels.mla_attention if shape.op == "mla" else kernels.compressed_attention
-    rope: dict[str, Any] = {}
+    pools = _num_copies(draw.device, case.cache_bytes, copies) if case.cache_bytes else 0
+    entries = [draw.latents(table, shape, shape.rows) for _ in range(pools)]
     if shape.op == "mla":
         shared |= {"block_table": table, "head_dim_v": shape.head_dim_v}
     else:
-        # Angles of 0, with which the fused inverse RoPE changes nothing.
-        zero = torch.zeros(case.context, shape.rope_dim // 2, device=device)
-        rope["cos_sin"] = torch.cat([zero.cos(), zero], 1)
         # Room for the rows that the first new token sees, the new ones, and a page at both ends.
-        width = -(-(shape.sliding_window - 1 + q_len) // shape.window_rows) + 1
+        width = -(-(shape.sliding_window - 1 + case.q_lens[0]) // shape.window_rows) + 1
         shared |= {
             "window_table": draw.table(case.batch, width),
             "sliding_window": shape.sliding_window,
@@ -201,59 +201,51 @@ def _latent(
         }
         if pools:
             shared |= {"compressed_table": table, "compress_ratio": shape.ratio}
-    visible = (positions(case, device) + 1) // shape.ratio
+    visible = (positions(case, draw.device) + 1) // shape.ratio
     if shape.op == "csa":
         shared["topk_lens"] = visible.clamp(max=shape.topk).int()
     for copy, tensors in enumerate(each):
         if shape.op != "mla":
-            tensors["window_pages"] = draw.pages(shared["window_table"], shape, shape.window_rows)
+            tensors["window_pages"] = draw.latents(shared["window_table"], shape, shape.window_rows)
         if pools:
             name = "pages" if shape.op == "mla" else "compressed_pages"
             tensors[name] = entries[copy % pools]
         if shape.op == "csa":
             tensors["topk_indices"] = _spread_topk(visible, shape.topk, draw.generator)
-    problem = Problem(case, operator, shared, each, results, in_step=[])
-    new = range(case.context - q_len, case.context)
-    for copy in range(len(each)):
-        rows = [raw_rows(problem, seq, copy, new) for seq in range(case.batch)]
-        problem.in_step.append({"kv": torch.cat(rows).to(draw.dtype), **rope})
-    return problem
 
 
-def _index(case: Case, draw: Draw, shared: dict[str, Any], each: list[dict[str, Any]]) -> Problem:
+def _index(case: Case, draw: Draw, shared: dict[str, Any], each: list[dict[str, Any]]) -> None:
+    """Add what the indexer reads."""
     shape = case.shape
-    sizes = {"topk": shape.topk, "compress_ratio": shape.ratio, "max_seq_len": case.context}
     weights = draw.normal(case.num_tokens, shape.num_heads, dtype=torch.float32)
     table = draw.table(case.batch, -(-shape.entries(case.context) // shape.rows))
     shared |= {
         "weights": weights * (shape.num_heads * shape.head_dim) ** -0.5,
         "block_table": table,
-        **sizes,
+        "topk": shape.topk,
+        "compress_ratio": shape.ratio,
     }
     for tensors in each:
-        tensors["pages"] = draw.pages(table, shape, shape.rows)
-    results = {
-        "out": torch.empty(case.num_tokens, shape.topk, dtype=torch.int32, device=draw.device),
-        "lens": torch.empty(case.num_tokens, dtype=torch.int32, device=draw.device),
-    }
-    return Problem(case, kernels.index_topk, shared, each, results)
+        tensors["pages"] = draw.latents(table, shape, shape.rows)
 
 
-def lowest_visible(case: Case, seq: int) -> int:
-    """The first position that some query of a sequence sees."""
-    window = case.shape.sliding_window
-    return 0 if window is None else max(0, case.context - case.q_lens[seq] - window + 1)
+def stored(problem: Problem, seq: int, copy: int, rows: range) -> tuple[Tensor, ...]:
+    """Some positions of a sequence as pages hold them.
 
-
-def gathered(problem: Problem, seq: int, copy: int, rows: range) -> tuple[Tensor, Tensor]:
-    """K and V [len(rows), num_kv_heads, head_dim] of some positions of a sequence.
-
-    Rows of e4m3 pages are fp32, scales applied.
+    Returns:
+        K and V [len(rows), num_kv_heads, head_dim], those of e4m3 pages in fp32, scales applied;
+        or raw latent rows [len(rows), head_dim] fp32.
     """
-    tensors, block_size = problem.each[copy], problem.case.shape.block_size
+    shape, tensors, shared = problem.case.shape, problem.each[copy], problem.shared
     position = torch.arange(rows.start, rows.stop, device=tensors["q"].device)
-    page = problem.shared["block_table"][seq, position // block_size].long()
-    where, found = (page, position % block_size), []
+    if shape.op == "mla":
+        slot = slots(shared["block_table"][seq], shape.rows, position)
+        return (tensors["pages"].flatten(0, 1)[slot].float(),)
+    if shape.op != "attention":
+        slot = slots(shared["window_table"][seq], shape.window_rows, position)
+        return (tensors["window_pages"].read(slot),)
+    where = shared["block_table"][seq, position // shape.rows].long(), position % shape.rows
+    found = []
     for name in ("k", "v"):
         pages, scale = tensors[f"{name}_pages"], tensors.get(f"{name}_scale")
         if scale is not None:
@@ -262,17 +254,6 @@ def gathered(problem: Problem, seq: int, copy: int, rows: range) -> tuple[Tensor
         else:
             found.append(pages[where])
     return found[0], found[1]
-
-
-def raw_rows(problem: Problem, seq: int, copy: int, rows: range) -> Tensor:
-    """[len(rows), head_dim] fp32 raw rows of a sequence's positions."""
-    shape, tensors = problem.case.shape, problem.each[copy]
-    position = torch.arange(rows.start, rows.stop, device=tensors["q"].device)
-    if shape.op == "mla":
-        table = problem.shared["block_table"][seq]
-        return tensors["pages"].flatten(0, 1)[slots(table, shape.rows, position)].float()
-    table = problem.shared["window_table"][seq]
-    return tensors["window_pages"].read(slots(table, shape.window_rows, position))
 
 
 def slots(table: Tensor, rows: int, index: Tensor) -> Tensor:
@@ -289,9 +270,8 @@ def slots(table: Tensor, rows: int, index: Tensor) -> Tensor:
 
 
 def positions(case: Case, device: torch.device) -> Tensor:
-    """[num_tokens] int64: the position of every new token of sequences with equal lengths."""
-    new = torch.arange(case.context - case.q_lens[0], case.context, device=device)
-    return new.repeat(case.batch)
+    """[num_tokens] int64: the position of every new token."""
+    return torch.cat([torch.arange(new.start, new.stop, device=device) for new in case.new])
 
 
 def _num_copies(device: torch.device, size: float, asked: int | None) -> int:

@@ -41,7 +41,7 @@ from quire.models.device import find_device
 from ..cases import shapes
 from ..cases.expected import expect
 from ..cases.problem import Problem, make_problem
-from ..cases.shapes import AttentionShape, Case, LatentShape
+from ..cases.shapes import Case
 from ..common.floors import device_rates
 from ..common.results import describe_machine, machine_lines, one_line, table, write_json
 from ..common.timing import time_checked
@@ -52,11 +52,11 @@ from ..peers.peer import Peer, Unsupported
 SCHEMA = 1
 SETS: dict[str, Callable[[], list[Case]]] = {
     "headline": shapes.main_cases,
-    "attention": lambda: shapes.main_cases(AttentionShape),
-    "latents": lambda: shapes.main_cases(LatentShape),
+    "attention": lambda: [c for c in shapes.main_cases() if c.shape.op == "attention"],
+    "latents": lambda: [c for c in shapes.main_cases() if c.shape.op != "attention"],
     "all": shapes.all_cases,
     "tiny": shapes.tiny_cases,
-    "tiny-latents": shapes.tiny_latent_cases,
+    "tiny-latents": lambda: [c for c in shapes.tiny_cases() if c.shape.op != "attention"],
 }
 
 
@@ -150,7 +150,7 @@ def compile_case(case: Case, device: str, impl: str | None, folder: Path | None)
     failures = []
     for peer in wanted_peers(impl, folder)[0]:
         try:
-            if isinstance(case.shape, peer.shapes):
+            if case.shape.op in peer.ops:
                 peer.calls(make_problem(case, torch.device(device), copies=1))[0]()
         except OSError:  # a full disk
             raise
@@ -170,7 +170,7 @@ def run_case(
     problem = make_problem(case, device, copies=2 if device.type == "cpu" else None)
     expected = expect(problem)
     rows = []
-    for peer in (peer for peer in peers if isinstance(case.shape, peer.shapes)):
+    for peer in (peer for peer in peers if case.shape.op in peer.ops):
         row: dict[str, Any] = {"case": case.name, "impl": peer.name, "ours": peer.ours}
         row |= {"wrong": None, "skipped": None}
         try:

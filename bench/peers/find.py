@@ -12,7 +12,7 @@ from ..common.results import commit, one_line
 from .fa3 import fa3_peer
 from .flashinfer import flashinfer_mla_peer, flashinfer_peer
 from .flashmla import flashmla_peer
-from .peer import BOTH_SHAPES, Peer
+from .peer import ALL_OPS, Peer
 from .quire_calls import quire_calls
 from .sdpa import sdpa
 from .vllm_triton import vllm_triton_peer
@@ -38,8 +38,8 @@ def find_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
     """
     in_step = partial(quire_calls, in_step=True)
     found = [
-        Peer("quire", commit(), "all keys in pages", quire_calls, BOTH_SHAPES, ours=True),
-        Peer("quire-in-step", commit(), IN_STEP, in_step, BOTH_SHAPES, ours=True),
+        Peer("quire", commit(), "all keys in pages", quire_calls, ALL_OPS, ours=True),
+        Peer("quire-in-step", commit(), IN_STEP, in_step, ALL_OPS[:-1], ours=True),
     ]
     missing = {}
     for name, load in LOADERS.items():

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..cases.problem import Problem
-from ..cases.shapes import LatentShape
 from .peer import Call, Peer, Unsupported, import_package, unwritten
 
 LAYOUT = "NHD"
@@ -30,7 +29,7 @@ def flashinfer_mla_peer(folder: Path | None) -> Peer:
     """FlashInfer's MLA; raises ImportError."""
     package = import_package(folder, "flashinfer")
     calls = partial(mla_calls, package)
-    return Peer("flashinfer-mla", package.__version__, NOTE, calls, (LatentShape,))
+    return Peer("flashinfer-mla", package.__version__, NOTE, calls, ("mla",))
 
 
 def scratch(problem: Problem) -> Tensor:
@@ -45,12 +44,12 @@ def attention_calls(flashinfer: Any, problem: Problem) -> list[Call]:
         raise Unsupported("sinks")
     if shape.head_dim > TENSOR_CORE_DIM and case.phase != "decode":
         raise Unsupported(f"head_dim above {TENSOR_CORE_DIM} in prefill")
-    out, count = unwritten(problem), -(-case.context // shape.block_size)
-    last = case.context - (count - 1) * shape.block_size
+    out, count = unwritten(problem), -(-case.context // shape.rows)
+    last = case.context - (count - 1) * shape.rows
     ints = partial(torch.tensor, dtype=torch.int32, device=out.device)
     indices = shared["block_table"][:, :count].flatten().contiguous()
     rows = ints([0, *accumulate([count] * case.batch)]), indices, ints([last] * case.batch)
-    heads = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size
+    heads = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.rows
     options = {
         "window_left": -1 if shape.sliding_window is None else shape.sliding_window - 1,
         "sm_scale": shape.softmax_scale,
@@ -73,10 +72,8 @@ def attention_calls(flashinfer: Any, problem: Problem) -> list[Call]:
 
 
 def mla_calls(flashinfer: Any, problem: Problem) -> list[Call]:
-    """MLA over pages; raises Unsupported."""
+    """MLA over pages."""
     case, shape, shared = problem.case, problem.case.shape, problem.shared
-    if shape.op != "mla":
-        raise Unsupported("no such operator")
     out, count = unwritten(problem), -(-case.context // shape.rows)
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(scratch(problem), backend="fa3")
     parts = [shape.head_dim_v, shape.head_dim - shape.head_dim_v]

@@ -21,8 +21,7 @@ from torch.nn.functional import pad
 from quire.kernels import LatentPages
 
 from ..cases.problem import Problem, positions, slots
-from ..cases.shapes import LatentShape
-from .peer import Call, Peer, Unsupported, load_operators
+from .peer import V4_OPS, Call, Peer, Unsupported, load_operators
 
 DENSE_ROWS = 64
 V4_HEADS = (64, 128)
@@ -34,13 +33,11 @@ def flashmla_peer(folder: Path | None) -> Peer:
     """FlashMLA; raises as `load_operators`."""
     ops = load_operators(folder, "_flashmla_C")
     note = "schedule and lists of rows not timed; below 64 heads of V4 padded to 64"
-    return Peer("flashmla", "as vLLM builds it", note, partial(calls_of, ops), (LatentShape,))
+    return Peer("flashmla", "as vLLM builds it", note, partial(calls_of, ops), ("mla", *V4_OPS))
 
 
 def calls_of(ops: Any, problem: Problem) -> list[Call]:
     """One call for each copy; raises Unsupported."""
-    if problem.case.shape.op == "index":
-        raise Unsupported("no such operator")
     return (dense_calls if problem.case.shape.op == "mla" else sparse_calls)(ops, problem)
 
 

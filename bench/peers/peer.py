@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ..cases.problem import Problem
-from ..cases.shapes import AttentionShape, LatentShape
 
 Call = Callable[[], tuple[Tensor, ...]]
 """Compute one copy. Returns arguments of ``Expected.wrong``, for attention (out,) or (out, lse):
 [num_tokens, num_heads, head_dim] and [num_heads, num_tokens] in natural log.
 """
-BOTH_SHAPES = (AttentionShape, LatentShape)
+V4_OPS = ("window", "csa", "hca")
+ALL_OPS = ("attention", "mla", *V4_OPS, "index")
 
 
 class Unsupported(Exception):
@@ -37,7 +37,7 @@ class Peer:
         note: differences of its work, or "".
         prepare: problem -> one call for each copy; raises Unsupported. Work that depends on lengths
             alone (plans, masks, contiguous copies of pages) is done here and is not timed.
-        shapes: types of the shapes that it is compared on.
+        ops: operators that it is compared on (`Shape.op`).
         ours: whether a wrong result is a bug of this repository.
     """
 
@@ -45,13 +45,13 @@ class Peer:
     version: str
     note: str
     prepare: Callable[[Problem], list[Call]]
-    shapes: tuple[type, ...] = (AttentionShape,)
+    ops: tuple[str, ...] = ("attention",)
     ours: bool = False
 
     def calls(self, problem: Problem) -> list[Call]:
         """One call for each copy; raises Unsupported."""
         shape = problem.case.shape
-        if not self.ours and isinstance(shape, AttentionShape) and shape.fp8:
+        if not self.ours and shape.op == "attention" and shape.fp8:
             raise Unsupported("e4m3 pages with a scale for each row")
         return self.prepare(problem)
 

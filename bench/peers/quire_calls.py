@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..cases.problem import Problem
-from .peer import Call, Unsupported
+from .peer import Call
 
 
 def quire_calls(problem: Problem, *, in_step: bool = False, impl: str | None = None) -> list[Call]:
@@ -24,8 +24,6 @@ def quire_calls(problem: Problem, *, in_step: bool = False, impl: str | None = N
         for name, empty in problem.results.items()
     }
     written, rest = tuple(results.values()), problem.shared | results | {"impl": impl}
-    if in_step and problem.in_step is None:
-        raise Unsupported("no attention")
     rows = problem.in_step if in_step else [{}] * problem.copies
 
     def call(arguments: dict[str, Any]) -> Call:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cases.problem import Problem, gathered, lowest_visible
+from ..cases.problem import Problem, stored
 from .peer import Call, Unsupported
 
 MAX_CONTIGUOUS_BYTES = 12 * 2**30
@@ -28,8 +28,8 @@ def sdpa(problem: Problem) -> list[Call]:
         raise Unsupported("a window and several queries: needs a dense mask")
 
     def call(copy: int) -> Call:
-        seen = range(lowest_visible(case, 0), case.context)
-        rows = [gathered(problem, seq, copy, seen) for seq in range(case.batch)]
+        seen = range(shape.lowest(case.new[0].start), case.context)
+        rows = [stored(problem, seq, copy, seen) for seq in range(case.batch)]
         k, v = (torch.stack(part).transpose(1, 2) for part in zip(*rows, strict=True))
         q = problem.each[copy]["q"].unflatten(0, (case.batch, -1)).transpose(1, 2)
         options = {"scale": shape.softmax_scale, "enable_gqa": q_len == 1}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..cases.problem import make_problem
-from ..cases.shapes import Case, LatentShape
+from ..cases.shapes import Case, Shape
 
 # Together they launch every kernel.
 SAMPLES = """
@@ -67,20 +67,19 @@ def case(
 
 
 def attention_case(
-    name: str, shape: Any, q_len: int | None, *, dtype: str = "bfloat16", label: str = "",
+    name: str, shape: Shape, q_len: int | None, *, dtype: str = "bfloat16", label: str = "",
     in_step: bool = True, **changes: Any,
 ) -> StaticCase:  # fmt: skip
     """The case of a problem of ``bench.kernels``.
 
     Args:
-        shape: `AttentionShape` or `LatentShape`.
         q_len: new tokens of a sequence in decode; None: prefill.
         dtype: dtype of queries and plain pages.
         label: dtype in the table; default: the same.
         in_step: True to hand over the step's own rows.
         changes: arguments in place of the problem's.
     """
-    phase, is_latent = "decode" if q_len else "prefill", isinstance(shape, LatentShape)
+    phase, is_latent = "decode" if q_len else "prefill", shape.op != "attention"
     context = LATENT_CONTEXT if is_latent else CONTEXT
     batch = Case(shape, phase, NUM_SEQS, context, q_len or PREFILL)
     width = 1 if shape.fp8 else ITEM_BYTES[dtype]

@@ -13,7 +13,7 @@ from quire.kernels.common.arch import Arch
 from quire.kernels.latent import tiles as latent
 from quire.kernels.latent.tiles import wanted_rows
 
-from ..cases.shapes import CHUNK, AttentionShape, Case
+from ..cases.shapes import CHUNK, Case
 
 CASES_PER_ENTRY = 4
 # Tables by file and name.
@@ -90,7 +90,7 @@ class TileEntry:
 def entry_of(case: Case, arch: Arch) -> TileEntry | None:
     """The entry that a case of 16-bit queries uses; None if there is none, or several."""
     shape = case.shape
-    if isinstance(shape, AttentionShape):
+    if shape.op == "attention":
         dim = max(32, shape.head_dim)
         if case.phase == "decode":
             return TileEntry(DECODE, "", dim)

@@ -14,7 +14,7 @@ from quire.bench.cases.shapes import (
     TINY_SHAPES,
     Case,
     case_of,
-    tiny_latent_cases,
+    tiny_cases,
 )
 from quire.bench.peers.find import find_peers
 from quire.bench.peers.peer import Unsupported
@@ -26,10 +26,10 @@ pytestmark = pytest.mark.gpu
 
 FOLDER = os.environ.get("QUIRE_PEERS")
 CASES = [
-    Case(dataclasses.replace(shape, block_size=16), phase, 3, 27 if DRY_RUN else 3001)
+    Case(dataclasses.replace(shape, rows=16), phase, 3, 27 if DRY_RUN else 3001)
     for shape in (TINY_SHAPES if DRY_RUN else SHAPES).values()
     for phase in (("mixed",) if DRY_RUN else ("decode", "prefill", "mixed"))
-    if not shape.fp8
+    if shape.op == "attention" and not shape.fp8
 ]
 
 
@@ -42,7 +42,7 @@ def peers():
 def latent_cases():
     """Cases that peers can run; in a dry run everything tiny, and decode alone."""
     if DRY_RUN:
-        return [case for case in tiny_latent_cases() if case.phase == "decode"]
+        return [c for c in tiny_cases() if c.shape.op != "attention" and c.phase == "decode"]
     names = ["v4-flash/csa", "v4-pro/csa", "v4-flash/csa/tp8", "v4-flash/hca"]
     names += ["v4-flash/sliding", "v3/mla"]
     cases = [case_of(name, "decode", 3, 6144) for name in names]

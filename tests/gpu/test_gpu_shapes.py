@@ -7,15 +7,8 @@ import pytest
 import torch
 
 from quire.bench.cases.expected import expect
-from quire.bench.cases.problem import lowest_visible, make_problem
-from quire.bench.cases.shapes import (
-    LATENT_SHAPES,
-    SHAPES,
-    TINY_SHAPES,
-    AttentionShape,
-    Case,
-    tiny_latent_cases,
-)
+from quire.bench.cases.problem import make_problem
+from quire.bench.cases.shapes import SHAPES, TINY_SHAPES, Case, tiny_cases
 from quire.bench.peers.quire_calls import quire_calls
 from tests.gpu.conftest import DRY_RUN
 from tests.support.helpers import DEVICE, NAN
@@ -31,20 +24,20 @@ def named_cases():
     if DRY_RUN:
         chosen = {"tiny/local": "decode", "tiny/local/fp8": "mixed"}
         tiny = [Case(TINY_SHAPES[name], phase, 2, 20) for name, phase in chosen.items()]
-        tiny += [case for case in tiny_latent_cases() if case.phase == "decode"]
+        tiny += [c for c in tiny_cases() if c.shape.op != "attention" and c.phase == "decode"]
         return [(case, BF16) for case in tiny]
     cases = []
     for shape in SHAPES.values():
-        cases.append(Case(shape, "decode", 5, 9001))
-        cases.append(Case(shape, "prefill", 1, 9001))
-        cases.append(Case(dataclasses.replace(shape, block_size=16), "mixed", 5, 4999))
-    for shape in LATENT_SHAPES.values():
+        if shape.op == "attention":
+            cases.append(Case(shape, "decode", 5, 9001))
+            cases.append(Case(shape, "prefill", 1, 9001))
+            cases.append(Case(dataclasses.replace(shape, rows=16), "mixed", 5, 4999))
+            continue
         plain = dataclasses.replace(shape, name=f"{shape.name}/plain", fp8=False)
         for each in {shape, plain, shape.shard(8) or shape}:
             cases += [Case(each, "decode", 5, 9001), Case(each, "prefill", 1, 1301)]
     gemma = [
-        dataclasses.replace(SHAPES[f"gemma-4-31b/{name}"], block_size=16)
-        for name in ("global", "local")
+        dataclasses.replace(SHAPES[f"gemma-4-31b/{name}"], rows=16) for name in ("global", "local")
     ]
     others = [Case(shape, phase, 2, 2999) for shape in gemma for phase in ("decode", "mixed")]
     return [(case, BF16) for case in cases] + [(case, d) for case in others for d in (FP16, FP32)]
@@ -53,12 +46,13 @@ def named_cases():
 def poisoned_problem(case, dtype):
     """A problem whose K/V pages are NaN wherever no query may look."""
     problem = make_problem(case, torch.device(DEVICE), dtype, copies=1)
-    if not isinstance(case.shape, AttentionShape):
+    if case.shape.op != "attention":
         return problem
-    tensors, block_size = problem.each[0], case.shape.block_size
+    tensors, block_size = problem.each[0], case.shape.rows
     seen = torch.zeros(len(tensors["k_pages"]), block_size, dtype=torch.bool, device=DEVICE)
-    for seq in range(case.batch):
-        position = torch.arange(lowest_visible(case, seq), case.context, device=DEVICE)
+    for seq, new in enumerate(case.new):
+        lowest = case.shape.lowest(new.start)
+        position = torch.arange(lowest, case.context, device=DEVICE)
         page = problem.shared["block_table"][seq, position // block_size].long()
         seen[page, position % block_size] = True
     for name in ("k", "v"):

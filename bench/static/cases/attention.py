@@ -6,7 +6,7 @@ from typing import Any
 
 from quire import kernels
 
-from ...cases.shapes import AttentionShape
+from ...cases import shapes
 from ..case import NUM_SEQS, StaticCase, attention_case, case, floats, ints, longs, meta
 
 NUM_PAGES, NUM_KV_HEADS = 512, 4
@@ -75,7 +75,9 @@ def attention(
         apart: True for a pool of values with another distance between rows.
     """
     fp8, heads = scales is not None, NUM_KV_HEADS * group
-    shape = AttentionShape("", heads, NUM_KV_HEADS, head_dim, window, None, sinks, block_size, fp8)
+    shape = shapes.attention(
+        "", heads, NUM_KV_HEADS, head_dim, window, None, sinks, block_size, fp8
+    )
     options["block_table"] = ints(NUM_SEQS, 256)
     if scales != "rows":
         options |= scales_of(scales, block_size)

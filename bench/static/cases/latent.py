@@ -9,7 +9,7 @@ from typing import Any
 
 from quire import kernels
 
-from ...cases.shapes import LatentShape
+from ...cases.shapes import Shape
 from ..case import NUM_SEQS, PREFILL, StaticCase, attention_case, case, floats, ints, longs, meta
 
 NUM_PAGES, NUM_ROWS = 512, 8192
@@ -95,7 +95,7 @@ def mla(
 ) -> StaticCase:  # fmt: skip
     """One ``mla_attention``; q_len and options as in `attention_case`."""
     sizes = (num_heads, head_dim_v + ROPE_DIM, ROPE_DIM, head_dim_v)
-    shape = LatentShape("", "mla", *sizes, rows=block_size, scale=0.1, fp8=False)
+    shape = Shape("", "mla", *sizes, rows=block_size, scale=0.1, fp8=False)
     return attention_case(f"mla-{name}", shape, q_len, **options)
 
 
@@ -113,7 +113,7 @@ def compressed(
     kind: dict[str, Any] = {"op": "hca", "ratio": 128, "rows": rows or 2}
     if "csa" in name:
         kind = {"op": "csa", "ratio": 4, "rows": rows or 64, "topk": topk}
-    shape = LatentShape("", num_heads=num_heads, fp8=pages == FP8, **kind)
+    shape = Shape("", num_heads=num_heads, fp8=pages == FP8, **kind)
     options = {} if in_step else {"cos_sin": angles()}
     dtype = "float32" if pages == "float32" else "bfloat16"
     return attention_case(
@@ -140,7 +140,7 @@ def index(
 ) -> StaticCase:
     """One ``index_topk`` of a decode step, which scores the keys and selects."""
     sizes = {"ratio": 4, "topk": topk, "rows": rows, "fp8": pages == FP8}
-    shape = LatentShape("", "index", INDEX_HEADS, INDEX_DIM, **sizes)
+    shape = Shape("", "index", INDEX_HEADS, INDEX_DIM, **sizes)
     return attention_case(f"index-{name}", shape, 1, dtype=dtype)
 
 

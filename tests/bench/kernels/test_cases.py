@@ -9,9 +9,7 @@ import torch
 from quire.bench.cases.expected import attention_row, expect
 from quire.bench.cases.problem import make_problem
 from quire.bench.cases.shapes import (
-    LATENT_SHAPES,
     SHAPES,
-    TINY_LATENT_SHAPES,
     TINY_SHAPES,
     Case,
     all_cases,
@@ -27,7 +25,6 @@ from tests.kernels.oracles import mla_attention as oracle_mla
 from tests.support.helpers import assert_equal_in_float64
 
 CPU = torch.device("cpu")
-TINY = TINY_SHAPES | TINY_LATENT_SHAPES
 
 
 def named(value):
@@ -35,7 +32,7 @@ def named(value):
 
 
 def tiny(name, phase="decode", context=40, copies=1):
-    return make_problem(Case(TINY[name], phase, 2, context), CPU, copies=copies)
+    return make_problem(Case(TINY_SHAPES[name], phase, 2, context), CPU, copies=copies)
 
 
 ATTENTION = [case for case in tiny_cases() if case.shape.op != "index"]
@@ -178,7 +175,7 @@ def test_flashmla_takes_dense_decodes_of_its_pages_only(monkeypatch):
         flashmla.sparse_calls(fake_flashmla(), tiny("tiny/csa"))
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", TINY_SHAPES)
 def test_copies_share_no_memory(name):
     """Calls on them in turn find nothing in the L2 cache."""
     one, two = tiny(name, copies=2).each
@@ -212,5 +209,5 @@ WORK = [
 
 @pytest.mark.parametrize(("name", "phase", "batch", "context", "num_bytes", "flops"), WORK)
 def test_bytes_and_operations_of_a_case(name, phase, batch, context, num_bytes, flops):
-    case = Case((SHAPES | LATENT_SHAPES)[name], phase, batch, context)
+    case = Case(SHAPES[name], phase, batch, context)
     assert (case.num_bytes, case.flops) == (num_bytes, flops)

@@ -5,19 +5,19 @@ import json
 import pytest
 import torch
 
-from quire.bench.cases.shapes import TINY_LATENT_SHAPES, TINY_SHAPES, Case, tiny_latent_cases
+from quire.bench.cases.shapes import TINY_SHAPES, Case
 from quire.bench.common import timing
 from quire.bench.common.floors import Rates
 from quire.bench.common.timing import time_calls
 from quire.bench.kernels import __main__ as kernels
 from quire.bench.peers.find import find_peers
-from quire.bench.peers.peer import BOTH_SHAPES, Peer, Unsupported
+from quire.bench.peers.peer import ALL_OPS, Peer, Unsupported
 from quire.bench.peers.quire_calls import quire_calls
 
 CPU = torch.device("cpu")
 RATES = {"copy_bytes_per_s": 1e9, "matmul_flops_per_s": 1e12}
 CASE = Case(TINY_SHAPES["tiny/global"], "decode", 2, 37)
-LATENT = Case(TINY_LATENT_SHAPES["tiny/csa"], "decode", 2, 40)
+LATENT = Case(TINY_SHAPES["tiny/csa"], "decode", 2, 40)
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def rates(monkeypatch):
 
 
 def row_of(prepare, ours=False, case=CASE):
-    peer = Peer("test", "1", "", prepare, BOTH_SHAPES, ours=ours)
+    peer = Peer("test", "1", "", prepare, ALL_OPS, ours=ours)
     [row] = kernels.run_case(case, [peer], CPU, RATES, 0.0)
     return row
 
@@ -99,7 +99,7 @@ def test_every_tiny_latent_case_runs(tmp_path, rates):
     assert kernels.main([*command, "--device", "cpu", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     timed = {(row["case"], row["impl"]) for row in result["rows"] if not row["skipped"]}
-    cases = tiny_latent_cases()
+    cases = kernels.SETS["tiny-latents"]()
     attention = {c.name for c in cases if c.shape.op != "index"}
     assert timed == {(c.name, "quire") for c in cases} | {(n, "quire-in-step") for n in attention}
     assert all(
