@@ -33,28 +33,16 @@ ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = EngineConfig(num_pages=300)
 
 
-class Words:
-    """A tokenizer of whole words, for streams only: id i is the i-th word."""
-
-    def __init__(self, words):
-        self.words = words
-
-    def decode(self, token_ids):
-        return "".join(self.words[i] for i in token_ids)
-
-
-def streamed(words, stop):
-    """(pieces that were released, stop string or None) of a stream that ends with its words, or at a stop string."""
-    stream, pieces = TextStream(Words(words).decode, stop, ()), []
-    for i in range(len(words)):
-        found = stream.append(i)
+def streamed(decode, ids, stop):
+    """(text, pieces that were released, stop string or None) of a stream of ids."""
+    stream, pieces, found = TextStream(decode, stop, ()), [], None
+    for token in ids:
+        found = stream.append(token)
         if found is not None:
             break
         pieces.append(stream.take())
     text = stream.finish()
-    pieces.append(stream.take())
-    assert "".join(pieces) == text
-    return pieces, found
+    return text, [*pieces, stream.take()], found
 
 
 # Streams.
@@ -75,12 +63,8 @@ def test_a_stream_of_any_bytes_is_what_they_decode_to_together():
     parts = [b"\xef\xbf\xbd", "🙂".encode(), "é".encode(), b"\x80", b"\xf0\x9f", b"a"]
     for _ in range(300):
         data = b"".join(rng.choices(parts, k=12))
-        stream, pieces = TextStream(tokenizer.decode, (), ()), []
-        for byte in data:
-            stream.append(3 + byte)
-            pieces.append(stream.take())
-        text = stream.finish()
-        assert text == "".join(pieces) + stream.take() == data.decode(errors="replace")
+        text, pieces, _ = streamed(tokenizer.decode, [3 + byte for byte in data], ())
+        assert text == "".join(pieces) == data.decode(errors="replace")
 
 
 @pytest.mark.parametrize(
@@ -100,77 +84,66 @@ def test_a_stream_of_any_bytes_is_what_they_decode_to_together():
     ],
 )
 def test_stop_strings_and_what_is_held_back(words, stop, pieces, found):
-    assert streamed(words, stop) == (pieces, found)
+    """Words are tokens."""
+    decode = lambda ids: "".join(words[i] for i in ids)  # noqa: E731
+    text = "".join(pieces)
+    assert streamed(decode, range(len(words)), stop) == (text, pieces, found)
 
 
 def write_tokenizer(path, kind):
-    """A tokenizer.json of a common kind, with three special tokens in front; returns it and its vocabulary."""
+    """A tokenizer.json of a common kind, with three special tokens in front.
+
+    Returns:
+        (tokenizer, ids of words, [ids of the bytes of a character]).
+    """
     tokenizers = pytest.importorskip("tokenizers", reason="reads tokenizer.json files")
-    decoders, special = tokenizers.decoders, ["<eos>", "<|channel>", "<channel|>"]
-    words = ["▁", "▁▁", "▁▁▁▁", ".", "▁leading", "▁x", "a", "▁a", "b", "世", "▁世", "!", "stop", "▁stop", "\n"]  # fmt: skip
+    decoders, level = tokenizers.decoders, tokenizers.pre_tokenizers.ByteLevel
+    special, letters = ["<eos>", "<|channel>", "<channel|>"], []
     if kind == "byte-level":
-        letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-        vocabulary = [*special, *letters, "Ġa", "Ġstop", "ĠĠ"]
+        letters, words = sorted(level.alphabet()), ["Ġa", "Ġstop", "ĠĠ"]
         decoder = decoders.ByteLevel()
     elif kind == "wordpiece":
         words = ["a", "b", "世", "stop", "##a", "##b", "##stop", ".", "!", "'s", "n't", "don"]
-        vocabulary = [*special, *words]
         decoder = decoders.WordPiece(prefix="##")
     else:
-        vocabulary = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+        letters = [f"<0x{byte:02X}>" for byte in range(256)]
+        words = ["▁", "▁▁", "▁▁▁▁", ".", "▁leading", "▁x", "a", "▁a", "b", "世", "▁世", "!", "stop"]
+        words += ["▁stop", "\n"]
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        steps += [decoders.Strip(" ", 1, 0)] * (kind == "llama")
-        decoder = decoders.Sequence(steps)
-    ids = {token: i for i, token in enumerate(vocabulary)}
+        decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * (kind == "llama"))
+    ids = {token: i for i, token in enumerate([*special, *letters, *words])}
     if kind == "wordpiece":
         model = tokenizers.models.WordPiece(ids, unk_token=special[0])
     else:
         model = tokenizers.models.BPE(ids, [], byte_fallback=kind != "byte-level")
     backend = tokenizers.Tokenizer(model)
     backend.decoder = decoder
+    if kind == "byte-level":
+        backend.pre_tokenizer = level(add_prefix_space=False, use_regex=False)
+        words += "abop.!Ġ"
     backend.add_special_tokens(special)
     backend.save(str(path / "tokenizer.json"))
-    return FileTokenizer(path / "tokenizer.json"), vocabulary
-
-
-def byte_tokens(kind):
-    """The token of each byte, where a kind has them."""
-    if kind == "wordpiece":
-        return {}
-    if kind != "byte-level":
-        return {byte: f"<0x{byte:02X}>" for byte in range(256)}
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    split = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
-    characters = "".join(map(chr, [*range(128), *range(0x80, 0x800, 0x40), *range(0x80, 0xC0)]))
-    found = {}
-    for text in (*characters, "世", "🙂"):
-        found |= dict(zip(text.encode(), split(text)[0][0], strict=True))
-    return found
-
-
-NUM_LISTS = 700
+    split = [backend.encode(character).ids for character in "é東🙂 " if letters]
+    return FileTokenizer(path / "tokenizer.json"), [ids[word] for word in words], split
 
 
 @pytest.mark.parametrize("kind", ["gemma", "llama", "byte-level", "wordpiece"])
 def test_a_stream_with_special_tokens_is_one_decode(tmp_path, kind):
-    """Lists of ids, special ones among them, characters in bytes: text, pieces, and where a stop string ends it."""
-    tokenizer, vocabulary = write_tokenizer(tmp_path, kind)
-    ids = {token: i for i, token in enumerate(vocabulary)}
-    letters = byte_tokens(kind)
-    words = [ids[token] for token in vocabulary[3:] if token not in letters.values()]
-    if kind == "byte-level":
-        words = [ids[token] for token in ("Ġa", "Ġstop", "ĠĠ", *"abop.!Ġ")]
+    """Lists of ids, special ones among them, characters in bytes: text, pieces, and where a stop
+    string ends it.
+    """
+    tokenizer, words, split = write_tokenizer(tmp_path, kind)
+    assert all(len(ids) > 1 for ids in split[:3])
     rng = random.Random(0)
-    for _ in range(NUM_LISTS):
+    for _ in range(700):
         given = []
         for _ in range(rng.randrange(1, 12)):
             what = rng.random()
             if what < 0.3:
                 given.append(rng.randrange(3))
-            elif what < 0.4 and letters:
-                for b in rng.choice(["é", "世", "🙂", " "]).encode():
-                    given += [*rng.choices(range(3), k=rng.choice([0, 0, 0, 9])), ids[letters[b]]]
+            elif what < 0.4 and split:
+                for letter in rng.choice(split):
+                    given += [*rng.choices(range(3), k=rng.choice([0, 0, 0, 9])), letter]
             else:
                 given.append(rng.choice(words))
         for skip in (True, False):
@@ -178,14 +151,9 @@ def test_a_stream_with_special_tokens_is_one_decode(tmp_path, kind):
             if "\ufffd" in whole:
                 continue
             for stop in ((), (" stop", "a a")):
-                stream, pieces = TextStream(decode_of(tokenizer, skip), stop, ()), []
-                for token in given:
-                    if stream.append(token) is not None:
-                        break
-                    pieces.append(stream.take())
-                text = stream.finish()
+                text, pieces, _ = streamed(decode_of(tokenizer, skip), given, stop)
                 end = min((at for s in stop if (at := whole.find(s)) >= 0), default=len(whole))
-                assert "".join(pieces) + stream.take() == text == whole[:end], (given, stop)
+                assert "".join(pieces) == text == whole[:end], (given, stop)
 
 
 # LLM.
@@ -194,33 +162,6 @@ def test_a_stream_with_special_tokens_is_one_decode(tmp_path, kind):
 @pytest.fixture(scope="module")
 def llm():
     return LLM("gemma3-tiny", engine=SETTINGS)
-
-
-def test_a_stream_is_what_generate_returns(llm):
-    params = SamplingParams(30, temperature=1.0, top_k=20, seed=3, ignore_eos=True, n=2)
-    outputs = llm.generate("hello", params, progress=False)
-    deltas = list(llm.stream("hello", params))
-    for output in outputs:
-        mine = [d for d in deltas if d.sample == output.sample]
-        assert tuple(t for d in mine for t in d.token_ids) == output.token_ids
-        assert "".join(d.text for d in mine) == output.text
-        assert [d.finish_reason for d in mine] == [None] * (len(mine) - 1) + ["length"]
-    assert [o.sample for o in outputs] == [0, 1] and outputs[0].text != outputs[1].text
-
-
-def test_stop_strings_end_generation(llm):
-    free = llm.generate("abc", SamplingParams(30, ignore_eos=True), progress=False)[0]
-    # A string of the text that spans tokens; bytes that are no characters are in the text as U+FFFD.
-    stop = free.text[6:9]
-    params = SamplingParams(30, ignore_eos=True, stop=stop)
-    output = llm.generate("abc", params, progress=False)[0]
-    assert output.finish_reason == "stop" and output.stop_reason == stop
-    assert output.text == free.text[: free.text.index(stop)]
-    assert (
-        output.token_ids == free.token_ids[: len(output.token_ids)] and len(output.token_ids) < 30
-    )
-    deltas = list(llm.stream("abc", params))
-    assert "".join(d.text for d in deltas) == output.text and deltas[-1].finish_reason == "stop"
 
 
 def test_streams_may_be_read_in_turns_and_left(llm):
@@ -390,28 +331,25 @@ def test_errors_name_the_argument(arguments, message, run):
 @pytest.mark.parametrize(
     ("stdin", "arguments", "message"),
     [
-        (None, [], "a prompt, got a closed stream"),
-        (None, ["--chat"], "a prompt, got a closed stream"),
-        ("\udcff\n", [], "UTF-8 text"),  # bytes that are no text, as Python hands them over
-        ("\udcff\n", ["--chat"], "UTF-8 text"),
-        ("", [], "a prompt, got an empty text"),
+        (None, [], "stdin: expected a prompt, got a closed stream"),
+        (None, ["--chat"], "stdin: expected a prompt, got a closed stream"),
+        ("\udcff\n", [], "stdin: expected UTF-8 text"),  # bytes that are no text, as Python hands them over
+        ("\udcff\n", ["--chat"], "stdin: expected UTF-8 text"),
+        ("", [], "stdin: expected a prompt, got an empty text"),
+        (b"\xff\n", [], "file: expected UTF-8"),
+        (b"\n", [], "file: expected a prompt"),
     ],
-)
-def test_what_is_no_prompt_on_stdin(stdin, arguments, message, run, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", None if stdin is None else io.StringIO(stdin))
+)  # fmt: skip
+def test_what_is_no_prompt(stdin, arguments, message, run, monkeypatch, tmp_path):
+    """On stdin, or bytes in a file."""
+    if isinstance(stdin, bytes):
+        (tmp_path / "prompt").write_bytes(stdin)
+        arguments = ["--file", str(tmp_path / "prompt")]
+    else:
+        monkeypatch.setattr(sys, "stdin", None if stdin is None else io.StringIO(stdin))
     status, _, err = run(*BASE, *arguments)
-    assert status == 2 and f"error: stdin: expected {message}" in err
+    assert status == 2 and f"error: {message}" in err
     assert run(*BASE, "--prompt", "a")[0] == 0
-
-
-def test_files_that_are_no_prompt(run, tmp_path):
-    for content, message in (
-        (b"\xff\n", "file: expected UTF-8"),
-        (b"\n", "file: expected a prompt"),
-    ):
-        (tmp_path / "prompt").write_bytes(content)
-        status, _, err = run(*BASE, "--file", str(tmp_path / "prompt"))
-        assert status == 2 and message in err
 
 
 def test_random_weights_larger_than_the_memory_are_refused_before_they_fill_it(monkeypatch, run):
@@ -508,7 +446,16 @@ def test_a_chat_at_a_terminal():
     """Ctrl-C ends an answer, the arrow keys bring a question back, and Ctrl-D ends the chat."""
     pytest.importorskip("readline", reason="edits lines")
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "models.generate", "--model", "gemma3-tiny", "--chat", "--threads", "1"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "models.generate",
+        "--model",
+        "gemma3-tiny",
+        "--chat",
+        "--threads",
+        "1",
+    ]
     process = subprocess.Popen(
         [*command, "--max-tokens", "4000", "--ignore-eos", "--num-pages", "999"],
         cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,

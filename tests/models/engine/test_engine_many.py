@@ -1,12 +1,16 @@
-"""Many requests, aborted at random steps, in a pool that is too small for them: every output is what the request gives alone.
+"""Many requests, aborted at random steps, in a pool that is too small for them.
 
-The model is that of integers of `tests.support.models.toy`. In some cases calls of one kind fail at times: a step that fails is done again
-by the next call, as if nothing had happened, and pages whose copy fails are lost, not wrong.
+Every output, text and stream is what the request gives alone. The model is that of integers of
+`tests.support.models.toy`. In some cases calls of one kind fail at times: a step that fails is done
+again by the next call, a call for one request ends that request alone, and pages whose copy fails
+are lost, not wrong. In others some states of the model have logits that give no token.
 """
 
+import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +19,14 @@ import torch
 from quire.kernels import sample_tokens
 from quire.kvcore.device import Staging
 from quire.kvcore.invariants import check_index
+from quire.models.engine import scheduler
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.host_tier import PageCopier
+from quire.models.engine.outputs import RequestError
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.sampler import Sampled, draw_columns, uniform
 from quire.models.engine.speculative import NGramDrafter
+from quire.models.tokenizer import ByteTokenizer, TextStream
 from tests.support.models.toy import PAGE_BYTES, VOCAB, ToyModel, plain_logits
 
 SAMPLING = (
@@ -30,11 +37,16 @@ SAMPLING = (
     {"temperature": 1.2, "top_p": 0.8, "seed": 3},
     {"temperature": 1.5, "min_p": 0.1, "seed": 4, "repetition_penalty": 1.3},
     {"repetition_penalty": 1.2},
+    {"temperature": 1.0, "seed": 5, "stop": ("5", "1", "07"), "logprobs": 2},
 )
+# By state of the model, what gives no token: rows of its logits.
+BAD = {13: [0.0] * 3 + [math.nan] + [0.0] * 60, 29: [math.inf] + [0.0] * 63, 51: [-math.inf] * 64}
 
 
 def workload(rng, count, vocab_size, longest):
-    """(prompt, params, step of its life in which it is aborted, or None) of ``count`` requests; some share prefixes."""
+    """(prompt, params, step of its life in which it is aborted, or None) of ``count`` requests;
+    some share prefixes.
+    """
     stems = [[rng.randrange(3, vocab_size) for _ in range(n)] for n in (16, 40, 70)]
     for _ in range(count):
         stem = rng.choice(stems) if rng.random() < 0.4 else []
@@ -52,51 +64,81 @@ def workload(rng, count, vocab_size, longest):
 
 
 def run_all(engine, work, rng, after_step, in_flight=24):
-    """(every output by place in ``work``, steps that failed); adds requests as others end, and aborts those that have to be aborted."""
-    waiting, places, deadlines, outputs = list(enumerate(work)), {}, {}, {}
+    """Add requests as others end, and abort those that have to be aborted.
+
+    Returns:
+        (outputs in order, {place in ``work``: [ids, text] of its stream}, steps that failed).
+    """
+    waiting, running, deadlines, outputs = list(enumerate(work)), set(), {}, {}
+    streams = defaultdict(lambda: [(), ""])
     step = failed = 0
     while waiting or engine.has_work:
-        while waiting and len(places) < in_flight and rng.random() < 0.9:
+        while waiting and len(running) < in_flight and rng.random() < 0.9:
             place, (tokens, params, abort_after) = waiting.pop(0)
-            request_id = engine.add_request(tokens, params)
-            places[request_id] = place
+            engine.add_request(tokens, params, request_id=str(place), stream=place % 2 == 0)
+            running.add(place)
             if abort_after is not None:
-                deadlines[request_id] = step + abort_after
-        for request_id in [i for i, when in deadlines.items() if when <= step]:
-            del deadlines[request_id]
-            outputs[places.pop(request_id)] = engine.abort(request_id)
+                deadlines[place] = step + abort_after
+        for place in [i for i, when in deadlines.items() if when <= step]:
+            del deadlines[place]
+            running.remove(place)
+            outputs[place] = engine.abort(str(place))
         had_work = engine.has_work
         try:
             report = engine.step()
             assert (report is not None) == had_work
         except torch.OutOfMemoryError:
             report, failed = None, failed + 1
+        for delta in report.deltas if report else []:
+            stream = streams[int(delta.request_id)]
+            stream[0] += delta.token_ids
+            stream[1] += delta.text
         for output in report.finished if report else []:
-            outputs[places.pop(output.request_id)] = output
-            deadlines.pop(output.request_id, None)
+            place = int(output.request_id)
+            running.remove(place)
+            deadlines.pop(place, None)
+            outputs[place] = output
+            if output.finish_reason == "nan":
+                assert engine.kv.match(output.prompt_token_ids).num_tokens == 0
+                assert not engine.tiers or not engine.tiers.tiers.index.num_segments
         after_step(step)
         step += 1
-    return [outputs[i] for i in range(len(work))], failed
+    return [outputs[i] for i in range(len(work))], streams, failed
 
 
-def alone(model, tokens, params, stop_ids=(1,)):
-    """Output of one request of the toy, token by token from the definitions."""
-    out, stop = [], () if params.ignore_eos else stop_ids
-    staging = Staging("cpu")
-    while len(out) < params.max_tokens and not (out and out[-1] in stop):
+def answer(model, tokens, params, stop_ids=(1,), longest=2048):
+    """(ids, text, finish reason) of one request of the toy, token by token from the definitions."""
+    out, text, reason = [], "", None
+    staging, stop_ids = Staging("cpu"), () if params.ignore_eos else stop_ids
+    while reason is None:
         logits = plain_logits(model, [*tokens, *out])
         if params.repetition_penalty != 1:
             seen = torch.zeros(VOCAB, dtype=torch.bool)
             seen[[*tokens, *out]] = True
             f = params.repetition_penalty
             logits = torch.where(seen, torch.where(logits > 0, logits / f, logits * f), logits)
+        if not logits.max().isfinite():
+            return tuple(out), text, "nan"
         if params.temperature:
             u = uniform([params.seed], [len(out)])
             [given] = draw_columns([params], [u], staging)
             out.append(int(sample_tokens(logits[None], **given)))
         else:
             out.append(int(logits.argmax()))
-    return tuple(out)
+        if out[-1] in stop_ids:
+            reason = "stop"
+            continue
+        text += ByteTokenizer().decode(out[-1:])
+        if ends := [text.index(s) for s in params.stop if s in text]:
+            text, reason = text[: min(ends)], "stop"
+        elif len(out) == params.max_tokens or len(tokens) + len(out) == longest:
+            reason = "length"
+    return tuple(out), text, reason
+
+
+def alone(model, tokens, params):
+    """Ids of `answer`."""
+    return answer(model, tokens, params)[0]
 
 
 def counting(engine):
@@ -138,7 +180,10 @@ GIB_OF_A_PAGE = PAGE_BYTES / 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """So many requests, settings of the engine and drafts, and what fails at times (`disturb`)."""
+    """Numbers of requests and of drafts, settings of the engine, and what fails at times.
+
+    fails: a key of `disturb`, or "logits" (`BAD`).
+    """
 
     count: int = 150
     drafts: int = 0
@@ -152,6 +197,7 @@ def of_host(host_pages, **more):
 
 SMALL = {"num_pages": 34, "max_num_seqs": 8, "max_num_batched_tokens": 24}
 AHEAD = {"async_scheduling": True}
+OF_A_REQUEST = {"match": 0.1, "propose": 0.2, "append": 0.005, "text": 0.005}  # share that fails
 CASES = {
     "plain": Case(),
     "drafts": Case(drafts=3, settings={"decode_graphs": True}),
@@ -161,6 +207,11 @@ CASES = {
     **{f"{where} fail": Case(30, 3, where, SMALL) for where in ("tensors", "sample", "evict")},
     "written, and fail": Case(30, 0, "written", SMALL),
     **{f"{where} fail ahead": Case(15, 0, where, SMALL | AHEAD) for where in ("tensors", "written", "wait")},
+    **{f"{where} of a request fail": Case(80, 3, where, SMALL) for where in OF_A_REQUEST},
+    "no token": Case(80, 0, "logits"),
+    "no token, drafts": Case(80, 3, "logits", {"decode_graphs": True}),
+    "no token, a step ahead": Case(80, 0, "logits", AHEAD),
+    "no token, host memory": Case(160, 0, "logits", of_host(300)),
 }  # fmt: skip
 
 
@@ -174,13 +225,19 @@ def disturb(engine, what, rng, monkeypatch):
         "wait": (Sampled, "wait"),
         "evict": (engine.kv.index, "_evict_one"),
         "copy": (PageCopier, "_copy"),
+        "match": (engine.kv, "match"),
+        "propose": (engine.drafter, "propose"),
+        "append": (scheduler, "_append"),
+        "text": (TextStream, "append"),
     }[what]
-    work = getattr(owner, name)
+    work, share = getattr(owner, name), OF_A_REQUEST.get(what, 0.27)
 
     def flaky(*args, **more):
-        if rng.random() > 0.27:
+        if not engine._is_stepping or rng.random() > share:
             return work(*args, **more)
         failed.append(args)
+        if what in OF_A_REQUEST:
+            raise KeyError(what)
         if what == "copy":
             this, direction, *lists = args
             work(this, direction, *(pages[: len(pages) // 2] for pages in lists))
@@ -192,41 +249,91 @@ def disturb(engine, what, rng, monkeypatch):
     return failed
 
 
+def later(engine, ends):
+    """Let each copy of the host tier end when ``ends()`` says so, or when it is waited for.
+
+    Returns:
+        A list to which each wait appends.
+    """
+    copier, start, waits = engine.tiers.copier, engine.tiers.copier.start, []
+
+    def held(job):
+        start(job)
+        waited = []
+
+        def wait():
+            waited.append(job)
+            waits.append(job)
+
+        query = lambda: bool(waited) or ends()  # noqa: E731
+        copier._running[-1].event = SimpleNamespace(query=query, synchronize=wait)
+
+    copier.start = held
+    return waits
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_many_requests_equal_each_alone(name, monkeypatch):
     """Aborted, preempted, stopped by ids, sampled, with penalties and prefixes in common."""
     case, model, rng = CASES[name], ToyModel(), random.Random(5)
     model.config.eos_token_ids = (7, 20, 33)
+    for state, row in BAD.items() if case.fails == "logits" else ():
+        model.scores[state] = torch.tensor(row)
     settings = {"num_pages": 52, "max_num_seqs": 16, "max_num_batched_tokens": 64} | case.settings
     drafter = NGramDrafter(case.drafts, min_ngram=1) if case.drafts else None
-    engine = Engine(model, EngineConfig(**settings), drafter=drafter)
-    longest, ahead = engine.max_model_len, counting(engine)
+    config = EngineConfig(**settings)
+    engine = Engine(model, config, tokenizer=ByteTokenizer(), drafter=drafter)
+    longest, ahead, waits = engine.max_model_len, counting(engine), []
     work = list(workload(rng, case.count, VOCAB, longest))
     if engine.tiers is not None:  # all of them come back
+        waits = later(engine, lambda: rng.random() < 0.3)
         half = [(tokens, params) for tokens, params, _ in work[: case.count // 2]]
         work = work[: len(half)] + [([*t, 5, 6], replace(p, max_tokens=3), None) for t, p in half]
-    disturbed = disturb(engine, case.fails, rng, monkeypatch) if case.fails else []
+    disturbed = []
+    if case.fails not in ("", "logits"):
+        disturbed = disturb(engine, case.fails, rng, monkeypatch)
 
     def distrust(step):
         engine.pool.poison(engine.kv.pool.free_pages())
         if step % 8 == 0 or case.fails:
             recount(engine)
 
-    outputs, failed = run_all(engine, work, rng, distrust, 9 if engine.tiers else 24)
+    in_flight = 9 if engine.tiers else 24
+    outputs, streams, failed = run_all(engine, work, rng, distrust, in_flight)
     monkeypatch.undo()
-    for (tokens, params, _), output in zip(work, outputs, strict=True):
-        expected = alone(ToyModel(), tokens, params, model.config.eos_token_ids)
-        expected = expected[: longest - len(tokens)]
-        if output.finish_reason == "abort":
-            expected = expected[: len(output.token_ids)]
-        assert output.token_ids == expected
+    for place, (tokens, params, _) in enumerate(work):
+        output, (ids, text) = outputs[place], streams[place]
+        expected = answer(model, tokens, params, model.config.eos_token_ids, longest)
+        n = len(output.token_ids)
+        if output.finish_reason in ("abort", "error"):
+            assert output.token_ids == expected[0][:n] and expected[1].startswith(output.text)
+        else:
+            assert (output.token_ids, output.text, output.finish_reason) == expected
+        if place % 2 == 0:
+            assert output.token_ids[: len(ids)] == ids and output.text.startswith(text)
+            assert output.finish_reason == "abort" or (ids, text) == (output.token_ids, output.text)
+        assert params.logprobs is None or len(output.logprobs) == n
+        assert (output.error is not None) == (output.finish_reason in ("nan", "error"))
+        if output.error is not None:
+            assert isinstance(output.error, RequestError)
+            assert str(output.error).startswith(f"request '{place}'")
+            assert str(output.error).endswith(
+                f"for position {len(tokens) + n}" * (case.fails == "logits")
+            )
 
     # What the case is about has happened.
     totals, stats = engine.totals, engine.kv.stats()
     reasons = Counter(o.finish_reason for o in outputs)
-    assert min(reasons[reason] for reason in ("abort", "stop", "length")) >= case.count // 20
+    assert min(reasons[reason] for reason in ("abort", "stop", "length")) >= case.count // 30
+    assert any(isinstance(o.stop_reason, str) for o in outputs) or case.fails
     preempted = sum(output.num_preemptions for output in outputs)
-    if case.fails == "copy":
+    assert len(waits) > 5 or engine.tiers is None
+    if case.fails == "logits":
+        assert reasons["nan"] > 8
+    elif case.fails in OF_A_REQUEST:
+        assert failed == 0 and 0 < reasons["error"] <= len(disturbed)
+        assert all(isinstance(o.error.__cause__, KeyError) for o in outputs if o.error)
+    elif case.fails == "copy":
         assert Counter(direction for _, direction, *_ in disturbed).keys() == {
             "to_host",
             "to_device",
@@ -241,7 +348,7 @@ def test_many_requests_equal_each_alone(name, monkeypatch):
     else:
         assert totals.num_preempted > 2
         assert sum(o.num_cached_tokens for o in outputs) > case.count
-    if case.drafts:
+    if case.drafts and case.fails not in OF_A_REQUEST:
         assert case.count // 4 < totals.num_accepted < totals.num_drafts - case.count // 4
     if settings.get("async_scheduling"):
         assert ahead[True] > 5 and (case.fails or ahead[False] > 10)

@@ -1,73 +1,29 @@
-"""A failure in one request ends that request alone: logits that give no token, and an exception at any call that is made for it."""
+"""A failure in one request ends that request alone; `test_engine_many` has more of them."""
 
 import math
 import threading
-from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 
 from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
-from quire.models.engine import scheduler
 from quire.models.engine.engine import Engine, EngineConfig
-from quire.models.engine.outputs import RequestError
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.speculative import NGramDrafter
 from quire.models.generate import main
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
-from quire.models.tokenizer import ByteTokenizer, TextStream
 from tests.support.models.few import few
-from tests.support.models.toy import ToyModel
+from tests.support.models.toy import ToyModel, plain_logits
 
 BAD = 63  # an id whose rows are spoiled
 PROMPTS = {"a": [5, 6, 7] * 9, "b": [8, 9] * 20, "bad": [11, BAD, 12] * 7, "c": [13] * 33}
-KINDS = {
-    "nan": lambda row: row.index_fill(0, torch.tensor([3]), math.nan),
-    "inf": lambda row: row.index_fill(0, torch.tensor([3]), math.inf),
-    "all -inf": lambda row: torch.full_like(row, -math.inf),
-}
-PARAMS = {
-    "greedy": SamplingParams(12, ignore_eos=True),
-    "sampled": SamplingParams(12, ignore_eos=True, temperature=0.8, top_p=0.9, min_p=0.01, seed=1),
-    "penalty": SamplingParams(12, ignore_eos=True, repetition_penalty=1.3),
-    "logprobs": SamplingParams(12, ignore_eos=True, temperature=1.0, seed=3, logprobs=4),
-}
 
 
-class SpoiledModel(ToyModel):
-    """Rows of logits after a sequence with `BAD` in it, from token number ``after`` on, are spoiled."""
-
-    def __init__(self, spoil, after=0):
-        super().__init__()
-        self.spoil, self.after = spoil, after
-        self.scores[:, BAD] = -50.0  # no request generates it
-
-    def forward(self, input_ids, positions, attn, pool, *, logits_rows=None, impl=None):
-        logits = super().forward(
-            input_ids, positions, attn, pool, logits_rows=logits_rows, impl=impl
-        )
-        rows = torch.arange(len(input_ids)) if logits_rows is None else logits_rows
-        sequence = torch.searchsorted(attn.cu_seqlens_q[1:].long(), rows, right=True)
-        for i, (row, seq) in enumerate(zip(rows.tolist(), sequence.tolist(), strict=True)):
-            start = int(attn.cu_seqlens_q[seq])
-            context = int(attn.seq_lens[seq] - attn.cu_seqlens_q[seq + 1]) + start
-            old = np.arange(context)
-            table = attn.block_tables[0][seq].numpy()
-            known = pool.pages[0][table[old // 16 % len(table)], old % 16, 0].tolist()
-            tokens = [*known, *input_ids[start : row + 1].tolist()]
-            if self.spoil and BAD in tokens and len(tokens) >= self.after:
-                logits[i] = self.spoil(logits[i])
-        return logits
-
-
-def run(engine, prompts, params, **more):
-    """Outputs of all requests by id; the allocator is recounted after each step."""
+def run(engine, prompts, params):
+    """Outputs by id and sample; the allocator is recounted after each step."""
     for name, prompt in prompts.items():
-        engine.add_request(prompt, params, request_id=name, **more)
+        engine.add_request(prompt, params, request_id=name)
     outputs = {}
     while engine.has_work:
         report = engine.step()
@@ -81,43 +37,10 @@ def config(**more):
     return EngineConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_pages": 60} | more)
 
 
-MODES = {
-    "plain": (None, {}),
-    "drafts": (NGramDrafter(3, min_ngram=1), {}),
-    "drafts, standard": (NGramDrafter(3, min_ngram=1), {"rejection_sample_method": "standard"}),
-    "a step ahead": (None, {"async_scheduling": True}),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "way", "mode"),
-    [(kind, way, list(MODES)[(i + j) % len(MODES)]) for i, kind in enumerate(KINDS) for j, way in enumerate(PARAMS)],
-)  # fmt: skip
-def test_logits_that_give_no_token_end_their_request_alone(kind, way, mode):
-    spoil, after = KINDS[kind], 26
-    drafter, settings = MODES[mode]
-    settings = config(**settings)
-    spoiled = run(
-        Engine(SpoiledModel(spoil, after), settings, drafter=drafter), PROMPTS, PARAMS[way]
-    )
-    whole = run(Engine(SpoiledModel(None), settings, drafter=drafter), PROMPTS, PARAMS[way])
-    bad, good = spoiled.pop(("bad", 0)), whole.pop(("bad", 0))
-    assert (bad.finish_reason, len(bad.token_ids)) == ("nan", after - len(PROMPTS["bad"]))
-    assert bad.token_ids == good.token_ids[: len(bad.token_ids)]
-    assert isinstance(bad.error, RequestError)
-    assert str(bad.error).startswith("request 'bad': expected logits whose largest is a number")
-    assert str(bad.error).endswith(f"for position {after}")
-    if bad.logprobs is not None:
-        assert len(bad.logprobs) == len(bad.token_ids)
-    for key, output in whole.items():
-        assert spoiled[key].token_ids == output.token_ids and spoiled[key].error is None
-        assert spoiled[key].logprobs == output.logprobs
-
-
 def test_samples_of_a_prompt_without_a_token_all_end():
-    params = SamplingParams(4, temperature=1.0, n=3)
-    engine = Engine(SpoiledModel(KINDS["nan"]), config())
-    outputs = run(engine, {"bad": PROMPTS["bad"]}, params)
+    model, params = ToyModel(), SamplingParams(4, temperature=1.0, n=3)
+    plain_logits(model, PROMPTS["bad"]).fill_(math.nan)
+    outputs = run(Engine(model, config()), {"bad": PROMPTS["bad"]}, params)
     assert {o.sample: o.finish_reason for o in outputs.values()} == dict.fromkeys(range(3), "nan")
 
 
@@ -145,19 +68,26 @@ def test_nan_of_a_model_reaches_no_other_request_and_no_cached_page(name):
     for _ in range(2):  # the second time with what the first one left in pages, rings and cache
         outputs = run(engine, prompts, params)
         assert outputs.pop(("bad", 0)).finish_reason == "nan"
-        assert {k: o.token_ids for k, o in outputs.items()} == {k: o.token_ids for k, o in expected.items()}  # fmt: skip
+        assert {k: o.token_ids for k, o in outputs.items()} == {
+            k: o.token_ids for k, o in expected.items()
+        }
     # The prompt is the same up to the spoiled token, and after it: neither is found.
     assert engine.kv.match(prompts["bad"]).num_tokens == 0
     model.embed_tokens.weight.data[BAD] = 0.5
     again, alone = run(engine, {"bad": prompts["bad"]}, params), Engine(model, settings)
-    assert again[("bad", 0)].token_ids == run(alone, {"bad": prompts["bad"]}, params)[("bad", 0)].token_ids  # fmt: skip
+    assert (
+        again[("bad", 0)].token_ids
+        == run(alone, {"bad": prompts["bad"]}, params)[("bad", 0)].token_ids
+    )
 
 
 def test_a_nan_of_the_trunk_ends_a_request_whose_drafts_the_model_makes():
     llm = LLM(
         poisoned("deepseek-v4-tiny", num_mtp_layers=1), engine=config(num_pages=300), drafter=_mtp
     )
-    outputs = llm.generate([[30, BAD] * 9, [30, 31] * 9], SamplingParams(6, ignore_eos=True), progress=False)  # fmt: skip
+    outputs = llm.generate(
+        [[30, BAD] * 9, [30, 31] * 9], SamplingParams(6, ignore_eos=True), progress=False
+    )
     assert [o.finish_reason for o in outputs] == ["nan", "length"]
 
 
@@ -173,67 +103,10 @@ def test_generate_exits_with_an_error_for_logits_of_nan(tmp_path, capsys):
     save_checkpoint(model, tmp_path)
     for arguments in (["--prompt", "a"], ["--prompt", "a", "--prompt", "b"]):
         assert main(["--model", str(tmp_path), *arguments, "--max-tokens", "3"]) == 2
-        assert "error: request '0': expected logits whose largest is a number" in capsys.readouterr().err  # fmt: skip
-
-
-def run_faulty(monkeypatch, name="", at=0):
-    """(outputs, streamed texts, engine, calls by name) of four requests in a pool too small for all. The ``at``-th call of ``name`` that is
-    made for request "bad" raises."""
-    drafter, bad, calls = NGramDrafter(3, min_ngram=1), [], Counter()
-    engine = Engine(ToyModel(), config(num_pages=16), tokenizer=ByteTokenizer(), drafter=drafter)
-
-    def is_bad_match(tokens):
-        if hasattr(tokens, "keys"):
-            return tokens is bad[0].match.prompt
-        return np.shares_memory(np.asarray(tokens), bad[0].buffer)
-
-    def wrap(owner, method, is_bad):
-        work = getattr(owner, method)
-
-        def faulty(*args, **more):
-            if bad and is_bad(*args):
-                calls[method] += 1
-                if method == name and calls[method] > at:
-                    raise KeyError(f"fault in {method}")
-            return work(*args, **more)
-
-        patch.setattr(owner, method, faulty)
-
-    with monkeypatch.context() as patch:
-        wrap(engine.kv, "match", is_bad_match)
-        wrap(drafter, "propose", lambda requests: bad[0] in requests)
-        wrap(scheduler, "_append", lambda new, *_: new.request is bad[0])
-        wrap(TextStream, "append", lambda text, *_: text is bad[0].text)
-        params = SamplingParams(40, ignore_eos=True, stop="~~", temperature=0.5, seed=4)
-        for request_id, prompt in PROMPTS.items():
-            engine.add_request(prompt, params, request_id=request_id, stream=True)
-            if request_id == "bad":
-                bad.extend(engine.scheduler.unfinished["bad"])
-        outputs, texts = {}, Counter()
-        while engine.has_work:
-            report = engine.step()
-            outputs |= {o.request_id: o for o in report.finished}
-            for delta in report.deltas:
-                texts[delta.request_id] = (texts[delta.request_id] or "") + delta.text
-            engine.kv.check_invariants()
-    assert engine.kv.stats()["pages_in_use"] == 0 and not engine.scheduler.siblings
-    return outputs, texts, engine, calls
-
-
-@pytest.mark.parametrize("name", ["_append", "append", "match", "propose"])
-def test_an_exception_at_any_call_for_one_request_ends_it_alone(name, monkeypatch):
-    whole, whole_texts, engine, calls = run_faulty(monkeypatch)
-    assert engine.totals.num_preempted > 0 and whole["bad"].error is None and calls[name] > 0
-    for at in sorted({0, calls[name] // 2, calls[name] - 1}):
-        outputs, texts, _, _ = run_faulty(monkeypatch, name, at)
-        bad = outputs.pop("bad")
-        assert bad.finish_reason == "error" and isinstance(bad.error, RequestError)
-        assert isinstance(bad.error.__cause__, KeyError)
-        assert str(bad.error).startswith("request 'bad', after ")
-        assert bad.token_ids == whole["bad"].token_ids[: len(bad.token_ids)]
-        for key, output in outputs.items():
-            assert output.token_ids == whole[key].token_ids and output.text == whole[key].text
-            assert output.error is None and texts[key] == whole_texts[key] == output.text
+        assert (
+            "error: request '0': expected logits whose largest is a number"
+            in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize("kind", [KeyError, SystemExit, BaseException])

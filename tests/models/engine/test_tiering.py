@@ -1,6 +1,4 @@
-"""Host memory behind an engine: outputs are those without it, whatever is loaded, stored, or fails (`test_engine_many` too)."""
-
-from types import SimpleNamespace
+"""Host memory behind an engine; `test_engine_many` has copies that end late, or fail."""
 
 import pytest
 
@@ -10,15 +8,13 @@ from quire.models.engine.host_tier import HostPages
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
-from tests.models.engine.test_engine_many import GIB_OF_A_PAGE, alone, end, recount
-from tests.models.engine.test_isolation import BAD, KINDS, SpoiledModel
+from tests.models.engine.test_engine_many import GIB_OF_A_PAGE, alone, end, later
 from tests.support.models.few import few
 from tests.support.models.toy import ToyModel
 
-BOTH = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 FAMILIES = ("gemma3-tiny", "gemma4-tiny", "gpt-oss-tiny", "llama-tiny", "deepseek-v4-tiny")
 PARAMS = SamplingParams(4, ignore_eos=True)
-LONG, SHORT = [5 + n % 9 for n in range(100)], [9] * 20
+LONG = [5 + n % 9 for n in range(100)]
 
 
 def leave(engine):
@@ -36,7 +32,9 @@ def leave(engine):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pages_come_back_as_they_left(name):
-    """Twice around host memory, to pages that others had: logits behind them are those of a run without a cache."""
+    """Twice around host memory, to pages that others had: logits behind them are those of a run
+    without a cache.
+    """
     run = Recorder(random_model(few(name), device=DEVICE), num_pages=200, host_cache_gib=0.01)
     tokens, alignment = prompt(130), run.engine.kv.alignment
     run.add(tokens, max_tokens=2)
@@ -64,79 +62,66 @@ def finish(engine):
     outputs = {}
     while engine.has_work:
         outputs |= {o.request_id: o for o in engine.step().finished}
-        recount(engine)
-    assert engine.step() is None
     return outputs
 
 
-class Later:
-    """Loads that end when `let` says so."""
-
-    def __init__(self, engine, monkeypatch):
-        copier, start = engine.tiers.copier, engine.tiers.copier.start
-
-        def held(job):
-            start(job)
-            if job.kind == "load":
-                ended = SimpleNamespace(query=lambda: self.ended, synchronize=self.let)
-                copier._running[-1].event = ended
-
-        self.ended = False
-        monkeypatch.setattr(copier, "start", held)
-
-    def let(self):
-        self.ended = True
-
-
-def behind(monkeypatch, **settings):
-    """(engine that has LONG in the host and not on the device, its loads)."""
+def behind(ends=lambda: False, **settings):
+    """(engine that has LONG in the host and not on the device, waits for its later copies)."""
     engine = toy_engine(**settings)
     engine.add_request(LONG, PARAMS)
     finish(engine)
     leave(engine)
-    return engine, Later(engine, monkeypatch)
+    return engine, later(engine, ends)
 
 
-@BOTH
-def test_others_run_while_a_request_waits(is_async, monkeypatch):
-    engine, later = behind(monkeypatch, async_scheduling=is_async)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_others_run_while_a_request_waits(is_async):
+    engine, waits = behind(async_scheduling=is_async)
     slow = engine.add_request(LONG, PARAMS)
     same = engine.add_request([*LONG, 7, 8], PARAMS)  # waits for the same pages
-    quick = engine.add_request(SHORT, PARAMS)
+    quick = engine.add_request([9] * 20, PARAMS)
     first = []
     while not first:
         first += engine.step().finished
-        recount(engine)
-    assert [o.request_id for o in first] == [quick] and not later.ended
-    assert len(engine.tiers.tiers.jobs) == 1
+    assert [o.request_id for o in first] == [quick] and not waits
+    assert first[0].explain() == "0 of 20 tokens: nothing of this prompt is cached"
     waited = engine.step()  # with no other request to run, the engine waits for copies
-    assert later.ended and waited.idle == 0
+    assert waits and waited.idle == 0
     outputs = finish(engine)
     for request_id, tokens in ((slow, LONG), (same, [*LONG, 7, 8])):
         output = outputs[request_id]
         assert output.num_cached_tokens == output.num_loaded_tokens == 96
         assert output.token_ids == alone(engine.model, tokens, PARAMS)
-    assert engine.kv.stats()["tier_loaded_pages/host"] > 6  # segments, and blocks of the window
-    loaded = "96 of 100 tokens, 96 loaded from host memory: every segment before the last token was found"
+    loaded = "96 of 100 tokens, 96 loaded from host memory: "
+    loaded += "every segment before the last token was found"
     assert outputs[slow].explain() == loaded
-    assert first[0].explain() == "0 of 20 tokens: nothing of this prompt is cached"
     end(engine)
 
 
-def test_an_aborted_request_needs_no_load(monkeypatch):
+def test_an_aborted_request_needs_no_load():
     """Copies that have begun end; no request waits for them."""
-    engine, later = behind(monkeypatch)
+    engine, _ = behind()
     aborted = engine.add_request(LONG, PARAMS)
     engine.step()
     assert engine.abort(aborted).finish_reason == "abort" and not engine.tiers.is_loading
-    later.let()
+    end(engine)
+
+
+def test_pages_that_copies_hold_are_waited_for():
+    """No request is preempted for them, and none fails."""
+    engine, waits = behind(num_pages=16)
+    first = engine.add_request([9] * 20, SamplingParams(60, ignore_eos=True))
+    engine.step()
+    engine.add_request(LONG, PARAMS)
+    outputs = finish(engine)
+    assert outputs[first].num_preemptions == 0 and outputs[first].finish_reason == "length"
+    assert waits
     end(engine)
 
 
 def test_why_a_hit_is_not_longer(monkeypatch):
     """A load that would take longer than the prefill, or found no room; a chain without a point."""
-    engine, later = behind(monkeypatch, num_pages=30)
-    later.let()
+    engine, _ = behind(lambda: True, num_pages=30)
     for name, value, why in (
         ("bytes_per_second", 1e-6, "loading more would take longer than computing it"),
         ("load", lambda match: None, "the pool had no room to load more"),
@@ -149,50 +134,11 @@ def test_why_a_hit_is_not_longer(monkeypatch):
         leave(engine)
     request_id = engine.add_request([*LONG[:70], 1, 1], PARAMS)
     output = finish(engine)[request_id]
-    assert (output.num_cached_tokens, output.limited_by, output.dense_tokens) == (0, "resume-point", 64)  # fmt: skip
-    end(engine)
-
-
-@BOTH
-def test_what_may_be_nan_is_nowhere_found(is_async, monkeypatch):
-    """Not in the host either, nor does it come with a load or a store that runs."""
-    engine, later = behind(monkeypatch, model=SpoiledModel(KINDS["nan"]), async_scheduling=is_async)
-    waiting = engine.add_request(LONG, PARAMS)
-    bad = engine.add_request([11, BAD, 12] * 7, PARAMS)
-    outputs = {}
-    while bad not in outputs:
-        outputs |= {o.request_id: o for o in engine.step().finished}
-        recount(engine)
-    assert outputs[bad].finish_reason == "nan" and not later.ended
-    assert engine.tiers.tiers.match(LONG).num_saved_tokens == 0
-    outputs = finish(engine)
-    assert outputs[waiting].num_cached_tokens == outputs[waiting].num_loaded_tokens == 0
-    assert outputs[waiting].token_ids == alone(engine.model, LONG, PARAMS)
-    end(engine)
-
-
-def test_pages_that_copies_hold_are_waited_for(monkeypatch):
-    """Before anybody is preempted, or fails as it does not fit alone."""
-    engine, later = behind(monkeypatch, num_pages=16)
-    first = engine.add_request(SHORT, SamplingParams(60, ignore_eos=True))
-    engine.step()
-    engine.add_request(LONG, PARAMS)
-    outputs = finish(engine)
-    assert outputs[first].num_preemptions == 0 and outputs[first].finish_reason == "length"
-    assert later.ended
-    end(engine)
-
-
-def test_salts_separate_tenants(monkeypatch):
-    """In the host as on the device."""
-    engine = toy_engine()
-    engine.add_request(LONG, PARAMS, salt=b"one")
-    finish(engine)
-    leave(engine)
-    for salt, loads in ((b"two", False), (b"", False), (b"one", True)):
-        name = engine.add_request(LONG, PARAMS, salt=salt)
-        output = finish(engine)[name]
-        assert (output.num_loaded_tokens > 0) == (output.dense_tokens > 0) == loads
+    assert (output.num_cached_tokens, output.limited_by, output.dense_tokens) == (
+        0,
+        "resume-point",
+        64,
+    )
     end(engine)
 
 
@@ -206,18 +152,19 @@ def test_settings(monkeypatch):
     plain.close()
     assert plain.tiers is None and "behind" not in plain.memory.describe()
     monkeypatch.setattr(host_tier, "free_memory", lambda device: 2**20)
-    message = "expected host memory for 1025 pages of 1024 bytes, 0.0009775 GiB, and 0.0009766 GiB are free"
+    message = "expected host memory for 1025 pages of 1024 bytes, 0.0009775 GiB, "
+    message += "and 0.0009766 GiB are free"
     with pytest.raises(MemoryError, match=message):
         HostPages(1025, 1024, "cpu")
 
 
-def test_close_waits_for_copies_and_ends_the_steps(monkeypatch):
-    engine, later = behind(monkeypatch)
+def test_close_waits_for_copies_and_ends_the_steps():
+    engine, waits = behind()
     engine.add_request(LONG, PARAMS)
     engine.tiers.advance(engine.scheduler.waiting, 4, None)
     for _ in range(2):
         engine.close()
-    assert later.ended and not engine.tiers.copier.has_jobs and not engine.tiers.tiers.jobs
+    assert waits and not engine.tiers.copier.has_jobs and not engine.tiers.tiers.jobs
     for name, call in (("step", engine.step), ("add_request", lambda: engine.add_request(LONG))):
         with pytest.raises(RuntimeError, match=rf"^{name}: expected an engine that is open"):
             call()
