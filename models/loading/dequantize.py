@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from quire.kernels.common.dequantize import DEQUANTIZE, dequantize_mxfp4, scale_values
 
+from ..parallel.shard import Cut
 from .checkpoint import Stored, open_tensors
 from .names import UP, WHOLE, TensorSource, TensorTarget, part_of
-from .shards import ENTIRE, Piece, fill_up, read
+from .shards import Piece, fill_up
 
 SetQuantized = Callable[[Tensor, Tensor], None]
 """Set the quantized values of a layer's weight and their scales, both on its device."""
@@ -27,13 +28,16 @@ _LARGEST = {"fp8": 448.0, "fp4": 6.0}
 
 def fill(
     model: nn.Module, sources: list[TensorSource], kept: Mapping[str, SetQuantized],
-    pieces: Mapping[TensorTarget, Piece],
+    pieces: Mapping[TensorTarget, Piece | None],
 ) -> None:  # fmt: skip
     """Read tensors file by file, each into its place, and check it.
 
+    A file is mapped into memory: of a tensor of which a rank keeps a part, only that is read,
+    unless it has to be dequantized.
+
     Args:
         kept: of `quire.models.loading.weights.kept_as_stored`.
-        pieces: ranges that a rank reads; of other tensors, all.
+        pieces: ranges that a rank keeps; of other tensors, all.
     """
     by_file: dict[Path, list[TensorSource]] = defaultdict(list)
     for source in sources:
@@ -42,21 +46,24 @@ def fill(
     for file, members in by_file.items():
         with open_tensors(file) as tensors:
             for source in members:
-                piece = pieces.get(source.target, ENTIRE)
-                value, scale = read(tensors, source.value.name, piece.value), None
+                piece, name = pieces.get(source.target), source.target.parameter
+                value, scale = tensors.get_tensor(source.value.name), None
                 if source.scale is not None and source.scale.file == file:
-                    scale = read(tensors, source.scale.name, piece.scale)
+                    scale = tensors.get_tensor(source.scale.name)
                 elif source.scale is not None:
                     with open_tensors(source.scale.file) as others:
-                        scale = read(others, source.scale.name, piece.scale)
-                if source.target.parameter in kept:
-                    place = parameters[source.target.parameter]
-                    value, scale = piece.filled_up(value, scale, place.shape)
-                    _keep(kept[source.target.parameter], source, value, scale, model)
-                elif source.target.parameter in parameters:
-                    _dequantize(parameters, source, value, scale, model, piece)
-                else:
+                        scale = others.get_tensor(source.scale.name)
+                if name in parameters and name not in kept:
+                    _dequantize(parameters, source, value, scale, model, piece and piece.cut)
+                    continue
+                if piece is not None:
+                    value, scale = piece.packed(value, scale)
+                if name not in kept:
                     _pack(parameters, source, value, scale, model)
+                    continue
+                if piece is not None:
+                    value, scale = piece.filled_up(value, scale, parameters[name].shape)
+                _keep(kept[name], source, value, scale, model)
 
 
 def _of(source: TensorSource) -> tuple[Stored, Stored]:
@@ -65,10 +72,9 @@ def _of(source: TensorSource) -> tuple[Stored, Stored]:
 
 
 def _keep(
-    keep: SetQuantized, source: TensorSource, value: Tensor, scale: Tensor | None, model: nn.Module
+    keep: SetQuantized, source: TensorSource, value: Tensor, scale: Tensor, model: nn.Module
 ) -> None:
     """Hand a layer its weight as it is stored."""
-    assert scale is not None
     value, scale = value.to(model.device, copy=True), scale.to(model.device, copy=True)
     kind = source.kind
     if kind == "mxfp4":  # its blocks of columns lie one behind the other
@@ -78,12 +84,12 @@ def _keep(
 
 
 def _pack(
-    parameters: Mapping[str, Tensor], source: TensorSource, value: Tensor, scale: Tensor | None,
+    parameters: Mapping[str, Tensor], source: TensorSource, value: Tensor, scale: Tensor,
     model: nn.Module,
 ) -> None:  # fmt: skip
     """Copy an expert that stays quantized to its place in `PackedMatrices`."""
     target, kind = source.target, source.kind
-    assert scale is not None and target.expert is not None
+    assert target.expert is not None
     at = (target.expert,) if target.part == WHOLE else (target.expert, int(target.part == UP))
     packed = parameters[f"{target.parameter}.weight"][at]
     packed_scale = parameters[f"{target.parameter}.scale"][at]
@@ -94,29 +100,33 @@ def _pack(
 
 def _dequantize(
     parameters: Mapping[str, Tensor], source: TensorSource, value: Tensor, scale: Tensor | None,
-    model: nn.Module, piece: Piece,
+    model: nn.Module, cut: Cut | None,
 ) -> None:  # fmt: skip
     """Copy values to their place, in the dtype that the weight has."""
     weight = part_of(parameters, source.target)
     assert weight is not None
     device = weight.device
-    if piece.is_empty:
-        weight.zero_()
-        return
     if source.kind == "ids":
         weight.copy_(value)
         _expect_ids(weight, model.num_ids, source.value)
         return
-    if scale is None:
-        piece.fill(weight, value)
-    elif source.kind == "mxfp4":
+    if source.kind == "mxfp4":
         for i in range(len(weight)):  # expert by expert
             each = dequantize_mxfp4(value[i].to(device), scale[i].to(device)).T
-            piece.fill(weight[i : i + 1], each[None])
+            _copy(weight[i : i + 1], each[None], cut)
     else:
-        dequantize = DEQUANTIZE[source.kind]
-        piece.fill(weight, dequantize(value.to(device), scale.to(device), weight.dtype))
+        if scale is not None:
+            dequantize = DEQUANTIZE[source.kind]
+            value = dequantize(value.to(device), scale.to(device), weight.dtype)
+        _copy(weight, value, cut)
     _expect_finite(weight, source.value)
+
+
+def _copy(place: Tensor, whole: Tensor, cut: Cut | None) -> None:
+    if cut is None:
+        place.copy_(whole)
+    else:
+        cut.fill(place, cut.of(whole))
 
 
 def _expect_finite(weight: Tensor, stored: Stored) -> None:

@@ -142,7 +142,7 @@ class GGUFFile:
 
     def get_slice(self, name: str) -> TensorSlice:
         """A tensor whose shape is known before it is read."""
-        return TensorSlice(self, name, self._tensors[name].shape)
+        return TensorSlice(self._tensors[name].shape)
 
     def get_tensor(self, name: str) -> Tensor:
         """A tensor in float32."""
@@ -240,10 +240,8 @@ class GGUFFile:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A tensor of a file as safetensors' ``get_slice`` gives it; an index reads all of it."""
+    """Shape and dtype of a tensor of a file, as safetensors' ``get_slice`` gives them."""
 
-    file: GGUFFile
-    name: str
     shape: tuple[int, ...]
 
     def get_shape(self) -> list[int]:
@@ -253,9 +251,6 @@ class TensorSlice:
     def get_dtype(self) -> str:
         """The dtype of the tensor after it is read."""
         return "F32"
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.file.get_tensor(self.name)[index]
 
 
 def unpack(file: Path, cache: Path | None = None) -> Path:

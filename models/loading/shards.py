@@ -1,12 +1,10 @@
-"""Read the part of a stored tensor that one rank needs."""
+"""The part of a stored tensor that one rank keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from quire.kernels.common.dequantize import FP4_GROUP, block_size
@@ -18,53 +16,39 @@ from .names import TensorSource, TensorTarget, part_of
 
 @dataclass(frozen=True)
 class Piece:
-    """Range that a rank reads of a stored tensor and its scales, for one part of a weight.
+    """A rank's range of a part of a weight, and of what is stored for it.
 
     Attributes:
-        value, scale: ranges of each; None = all of it.
-        cut: the rank's range of the dequantized part; None = all of it.
+        cut: range of the part, dequantized.
+        value, scale: ranges of the values and scales of a part that stays quantized; value None =
+            the cut goes through a block.
         block: elements along the cut that share a scale.
-        is_aligned: False where blocks are cut: all is read, and cut after it is dequantized.
     """
 
+    cut: Cut
     value: Cut | None = None
     scale: Cut | None = None
-    cut: Cut | None = None
     block: int = 1
-    is_aligned: bool = True
 
-    @property
-    def is_empty(self) -> bool:
-        """True if the rank has zeros alone in the weight's place."""
-        return self.cut is not None and self.cut.start >= self.cut.stop
-
-    def fill(self, place: Tensor, part: Tensor) -> None:
-        """Copy what was read, dequantized, to its place."""
-        if self.cut is None:
-            place.copy_(part)
-        else:
-            self.cut.fill(place, part if self.is_aligned else self.cut.of(part))
+    def packed(self, value: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The rank's values and scales of a part that stays quantized."""
+        return self.value.of(value), scale if self.scale is None else self.scale.of(scale)
 
     def filled_up(
-        self, value: Tensor, scale: Tensor | None, shape: Sequence[int]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Pad the values and scales of a weight that stays quantized to ``shape``, with zeros."""
-        if self.cut is None:
-            return value, scale
+        self, value: Tensor, scale: Tensor, shape: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Pad those of a weight of ``shape`` with zeros."""
         length = shape[self.cut.axis]
         blocks = -(-length // self.block)
         value = _with_length(value, self.value, blocks if self.value is self.scale else length)
-        return value, scale if scale is None else _with_length(scale, self.scale, blocks)
+        return value, _with_length(scale, self.scale, blocks)
 
 
-ENTIRE = Piece()
-
-
-def piece_of(source: TensorSource, whole: Tensor, part: Tensor, group: Group) -> Piece:
-    """Range of ``source`` that a rank with ``part`` of the weight ``whole`` reads."""
+def piece_of(source: TensorSource, whole: Tensor, part: Tensor, group: Group) -> Piece | None:
+    """Range of a rank with ``part`` of the weight ``whole``; None = all of it."""
     cut = cut_of(source.target.parameter, whole.shape, part.shape, group)
     if cut is None:
-        return ENTIRE
+        return None
     length, axis, kind = whole.shape[cut.axis] // cut.runs, cut.axis, source.kind
     if kind == "mxfp4":  # stored by output channel
         axis = 3 - cut.axis
@@ -78,7 +62,7 @@ def piece_of(source: TensorSource, whole: Tensor, part: Tensor, group: Group) ->
     start, stop = (cut.start, cut.stop) if cut.start < cut.stop else (0, 0)
     ends = [start, length if cut.runs > 1 else 0, 0 if stop == length else stop]
     if any(end % block for end in ends):
-        return Piece(cut=cut, block=block, is_aligned=False)
+        return Piece(cut)
     value = replace(cut, axis=axis, start=start, stop=stop)
     scale = None
     if scales > 1 or packed:
@@ -87,7 +71,7 @@ def piece_of(source: TensorSource, whole: Tensor, part: Tensor, group: Group) ->
         value = replace(value, start=start // 2, stop=stop // 2)
     elif packed:
         value = scale
-    return Piece(value, scale, cut, block)
+    return Piece(cut, value, scale, block)
 
 
 def pieces_of(
@@ -95,14 +79,14 @@ def pieces_of(
     whole: Mapping[str, Tensor],
     part: Mapping[str, Tensor],
     group: Group,
-) -> dict[TensorTarget, Piece]:
-    """Ranges of the sources that a rank reads in part; whole, part: weights of model and rank."""
-    pieces = {}
-    for source in sources:
-        target = source.target
-        both = [part_of(weights, target) for weights in (whole, part)]
-        pieces[target] = piece_of(source, *both, group)
-    return {target: piece for target, piece in pieces.items() if piece is not ENTIRE}
+) -> dict[TensorTarget, Piece | None]:
+    """Ranges of a rank by target; whole, part: weights of the model and of the rank."""
+    return {
+        source.target: piece_of(
+            source, part_of(whole, source.target), part_of(part, source.target), group
+        )
+        for source in sources
+    }
 
 
 def shared_columns(source: TensorSource, whole: Tensor) -> int:
@@ -113,19 +97,6 @@ def shared_columns(source: TensorSource, whole: Tensor) -> int:
         return 1
     sizes = zip(whole.shape, source.scale.shape, strict=False)
     return max([1, *(block_size(size, n) for size, n in sizes if 1 < n < size)])
-
-
-def read(tensors: Any, name: str, cut: Cut | None) -> Tensor:
-    """A tensor of an open safetensors file, or what a cut leaves of it."""
-    if cut is None:
-        return tensors.get_tensor(name)
-    stored = tensors.get_slice(name)
-    length = stored.get_shape()[cut.axis] // cut.runs
-    parts = []
-    for run in range(cut.runs):
-        at = slice(run * length + cut.start, run * length + cut.stop)
-        parts.append(stored[(*[slice(None)] * cut.axis, at)])
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cut.axis)
 
 
 def fill_up(place: Tensor, part: Tensor) -> None:

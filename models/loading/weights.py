@@ -31,7 +31,7 @@ from .checkpoint import read_headers
 from .dequantize import SetQuantized, fill
 from .kv_scales import read_kv_scales
 from .names import Storage, TensorSource, match, part_of, text_target, unique
-from .shards import ENTIRE, pieces_of, shared_columns
+from .shards import pieces_of, shared_columns
 
 FP8_MODES = ("auto", "keep", "dequantize")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -108,7 +108,8 @@ def load_decoder(
         pieces = pieces_of(sources, parameters, dict(model.named_parameters()), group)
     kept = kept_as_stored(model, sources, fp8, device)
     for source in sources:
-        if not pieces.get(source.target, ENTIRE).is_aligned and source.target.parameter in kept:
+        piece = pieces.get(source.target)
+        if piece is not None and piece.value is None and source.target.parameter in kept:
             raise ValueError(
                 f"fp8: expected 'dequantize' for {group.size} ranks, between which blocks of "
                 f"scales of {source.value} are cut"

@@ -37,10 +37,11 @@ class Cut:
     runs: int = 1
 
     def of(self, whole: Tensor) -> Tensor:
-        """The rank's part of a whole tensor."""
+        """The rank's part of a whole tensor; a view where the part is in one run."""
         length = self.stop - self.start
         runs = whole.chunk(self.runs, dim=self.axis)
-        return torch.cat([run.narrow(self.axis, self.start, length) for run in runs], self.axis)
+        parts = [run.narrow(self.axis, self.start, length) for run in runs]
+        return parts[0] if self.runs == 1 else torch.cat(parts, self.axis)
 
     def fill(self, place: Tensor, part: Tensor) -> None:
         """Copy ``part`` into the rank's tensor ``place``, and fill the rest with zeros."""

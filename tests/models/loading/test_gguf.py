@@ -1,11 +1,10 @@
-"""GGUF files: their tokenizer and slices; `test_layouts` has their logits, `tests.test_fuzz` their header."""
+"""GGUF files: their tokenizer; `test_layouts` has their logits, `tests.test_fuzz` their header."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 
 from quire.models.chat import find_chat
 from quire.models.loading.gguf import GGUF_FILE, GGUFFile, unpack
@@ -31,14 +30,6 @@ def test_the_directory_is_written_once_and_has_the_tokenizer(file, tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     assert tokenizer.encode("abcd ab") == theirs("abcd ab").input_ids
     assert find_chat(folder).render([{"role": "user", "content": "Hi"}]) == "Hi"
-
-
-def test_a_slice_is_a_part_of_the_tensor(file):
-    with GGUFFile(file) as opened:
-        name = "model.layers.1.self_attn.q_proj.weight"
-        part = opened.get_slice(name)
-        assert part.get_shape() == [128, 64]
-        assert torch.equal(part[32:64], opened.get_tensor(name)[32:64])
 
 
 @pytest.mark.parametrize("key", ["general.architecture", "llama.attention.head_count"])

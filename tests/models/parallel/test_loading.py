@@ -7,7 +7,6 @@ import torch
 
 from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
-from quire.models.loading import dequantize
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.support.models import v4_release
@@ -42,16 +41,13 @@ def num_bytes(model):
     ("name", "size"),
     [("gemma4-e-tiny", 4), ("gpt-oss-tiny", 2)],
 )
-def test_plain(tmp_path, name, size, monkeypatch):
+def test_plain(tmp_path, name, size):
     save_checkpoint(random_model(get_config(name), seed=3), tmp_path)
-    read, counts = dequantize.read, []
-    monkeypatch.setattr(dequantize, "read", lambda *a: counts.append((t := read(*a)).nbytes) or t)
     whole, models = assert_together_the_whole(tmp_path, size)
     shapes = [[(n, w.shape) for n, w in m.named_parameters()] for m in models]
     assert all(one == shapes[0] for one in shapes)
-    # Most weights are divided, and no rank reads more than it keeps.
+    # Most weights are divided.
     assert num_bytes(models[0]) < 0.75 * num_bytes(whole)
-    assert sum(counts) <= num_bytes(whole) + sum(map(num_bytes, models))
 
 
 def test_widths_that_are_no_multiples_are_filled_up(tmp_path):
