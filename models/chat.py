@@ -103,8 +103,8 @@ class ChatTemplate:
         if "default" not in sources:
             raise ValueError(
                 "chat: expected a chat_template.jinja, or a chat_template in "
-                f"tokenizer_config.json, in {str(path)!r}; base models have none, and only continue "
-                "texts (quire generate)"
+                f"tokenizer_config.json, in {str(path)!r}; base models have none, and only "
+                "continue texts (quire generate)"
             )
         tokens, tool_use = _special_tokens(path), None
         if "tool_use" in sources:

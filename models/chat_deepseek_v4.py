@@ -1,4 +1,4 @@
-"""The text format of DeepSeek-V4's chats: its checkpoints bring a Python module instead of a template.
+"""The text format of DeepSeek-V4's chats, whose checkpoints have a Python module for a template.
 
 That module is never run. A system message is its text alone; the header of an answer, and whether
 it thinks, are written behind the message before it::

@@ -10,8 +10,8 @@
 
 MODEL is a Hugging Face directory, a .gguf file, a name on the Hub, or a built-in name (random
 weights). One prompt is answered as a stream; several (--prompt again) are generated together and
-printed in order. `quire chat` is --chat: Ctrl-C ends an answer, and at the prompt the chat; a second
-one does not wait for the step.
+printed in order. `quire chat` is --chat: Ctrl-C ends an answer, and at the prompt the chat; a
+second one does not wait for the step.
 
 Exit status: 0; 2 after an error, with the reason on stderr; 130 after Ctrl-C; 141 when the reader
 of the output has gone.
@@ -114,14 +114,14 @@ def stats(llm: LLM) -> str:
     """Counts and times of the engine, in a few lines."""
     totals, cache = llm.engine.totals, llm.engine.kv.stats()
     seconds = max(totals.total, 1e-9)
+    rest = totals.total - totals.model - totals.allocator
     lines = [
         f"tokens    {totals.num_generated_tokens} generated, {totals.num_tokens} computed in "
-        f"{totals.num_steps} steps, "
-        f"{totals.num_generated_tokens / seconds:.4g} generated/s",
+        f"{totals.num_steps} steps, {totals.num_generated_tokens / seconds:.4g} generated/s",
         f"time      {totals.total:.3f} s: model and sampling {totals.model / seconds:.1%}, "
-        f"allocator {totals.allocator / seconds:.1%}, "
-        f"rest {(totals.total - totals.model - totals.allocator) / seconds:.1%}; hashing of prompts {totals.hashing * 1e3:.2f} ms; "
-        f"device idle between steps {totals.idle / seconds:.1%}",
+        f"allocator {totals.allocator / seconds:.1%}, rest {rest / seconds:.1%}; hashing of "
+        f"prompts {totals.hashing * 1e3:.2f} ms; device idle between steps "
+        f"{totals.idle / seconds:.1%}",
         f"cache     {cache['hit_tokens']} of {cache['prompt_tokens']} prompt tokens were cached; "
         f"{totals.num_preempted} preemptions",
     ]

@@ -42,7 +42,7 @@ def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfi
 
 
 def to_hf(config: Any) -> dict[str, Any]:
-    """The text-only ``config.json`` of a model, as `from_hf` and transformers' ``AutoConfig`` read it.
+    """The text-only ``config.json`` of a model, for `from_hf` and transformers' ``AutoConfig``.
 
     Raises:
         NotImplementedError: a family without ``config_to_hf``.

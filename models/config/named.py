@@ -1,142 +1,117 @@
 """Named configurations: real ones, tiny ones for tests, and a small one for CPU runs.
 
-`models.config.model` explains the fields. Families add more (`Family.configs`).
+They are given as config.json files, without the keys that have their family's default. Families add
+more (`Family.configs`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from ..families.registry import families
-from .model import (
-    BYTE_VOCAB,
-    FULL,
-    SLIDING,
-    AttentionConfig,
-    ModelConfig,
-    MoEConfig,
-    RopeConfig,
-)
+from .hf import from_hf
+from .model import BYTE_VOCAB, FULL, SLIDING, ModelConfig
 
 
-def _pattern(num_layers: int, period: int) -> tuple[str, ...]:
-    """Every ``period``-th layer is full, the others slide."""
-    return tuple(SLIDING if (i + 1) % period else FULL for i in range(num_layers))
+def _shape(layers: int, hidden: int, mlp: int, heads: tuple[int, int, int]) -> dict[str, Any]:
+    """Keys of all families; heads: (num_heads, num_kv_heads, head_dim), of sliding layers first."""
+    return {
+        "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": mlp,
+        "num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": heads[2],
+    }  # fmt: skip
 
 
-def _gemma3(
-    name: str, layers: tuple[str, ...], hidden: int, mlp: int, heads: tuple[int, int, int],
-    scalar: float, window: int, rope_factor: float | None = 8.0, max_positions: int = 131072,
-    vocab: int = 262208,
-) -> ModelConfig:  # fmt: skip
-    """A Gemma-3. heads: (num_heads, num_kv_heads, head_dim) of both kinds of layers."""
-    sliding = AttentionConfig(*heads, rope=RopeConfig("default", 1e4), sliding_window=window)
-    rope = RopeConfig("linear" if rope_factor else "default", 1e6, factor=rope_factor)
-    full = replace(sliding, rope=rope, sliding_window=None)
-    return ModelConfig(
-        name, "gemma3", vocab, hidden, mlp, layers, sliding, full, max_positions,
-        query_pre_attn_scalar=scalar, norm_offset=1.0,
-    )  # fmt: skip
+def _full_every(period: int, layers: int) -> dict[str, Any]:
+    return {"layer_types": [SLIDING if (i + 1) % period else FULL for i in range(layers)]}
 
 
-def _gemma4(
-    name: str, layers: tuple[str, ...], hidden: int, mlp: int, num_heads: int,
-    sliding: tuple[int, int], full: tuple[int, int], window: int, max_positions: int = 262144,
-    vocab: int = 262144, k_eq_v: bool = True, **more: Any,
-) -> ModelConfig:  # fmt: skip
-    """A Gemma-4. sliding, full: (num_kv_heads, head_dim). more: fields of E and MoE models."""
-    rope = RopeConfig("default", 1e4)
-    proportional = RopeConfig("proportional", 1e6, partial_rotary_factor=0.25)
-    return ModelConfig(
-        name, "gemma4", vocab, hidden, mlp, layers,
-        AttentionConfig(num_heads, *sliding, rope=rope, sliding_window=window),
-        AttentionConfig(num_heads, *full, rope=proportional, k_eq_v=k_eq_v),
-        max_positions, query_pre_attn_scalar=1.0, final_logit_softcapping=30.0, **more,
-    )  # fmt: skip
+def _window(tokens: int) -> dict[str, Any]:
+    return {"sliding_window": tokens}
 
 
-def _llama(
-    name: str, num_layers: int, hidden: int, mlp: int, heads: tuple[int, int, int],
-    rope: RopeConfig, vocab: int = 128256, max_positions: int = 131072, tied: bool = False,
-    eos: tuple[int, ...] = (128001, 128008, 128009), bos: int = 128000,
-) -> ModelConfig:  # fmt: skip
-    """A Llama. heads: (num_heads, num_kv_heads, head_dim)."""
-    return ModelConfig(
-        name, "llama", vocab, hidden, mlp, (FULL,) * num_layers, None,
-        AttentionConfig(*heads, rope=rope), max_positions, rms_norm_eps=1e-5, eos_token_ids=eos,
-        bos_token_id=bos, tie_word_embeddings=tied,
-    )  # fmt: skip
+def _full_layers(num_kv_heads: int, head_dim: int) -> dict[str, Any]:
+    """Gemma-4's full layers, where V is made from the K projection."""
+    return {
+        "attention_k_eq_v": True, "num_global_key_value_heads": num_kv_heads,
+        "global_head_dim": head_dim,
+    }  # fmt: skip
 
 
-def _gpt_oss(
-    name: str, num_layers: int, hidden: int, heads: tuple[int, int, int], moe: MoEConfig,
-    window: int, trained: int = 4096, vocab: int = 201088, max_positions: int = 131072,
-    eos: tuple[int, ...] = (200002,), bos: int = 199998,
-) -> ModelConfig:  # fmt: skip
-    """A gpt-oss. heads: (num_heads, num_kv_heads, head_dim) of both kinds, which take turns."""
-    rope = RopeConfig(
-        "yarn", 150000.0, factor=32.0, original_max_position_embeddings=trained, truncate=False,
-    )  # fmt: skip
-    full = AttentionConfig(*heads, rope=rope)
-    return ModelConfig(
-        name, "gpt_oss", vocab, hidden, 0, _pattern(num_layers, 2),
-        replace(full, sliding_window=window), full, max_positions, rms_norm_eps=1e-5,
-        eos_token_ids=eos, bos_token_id=bos, moe=moe, attention_bias=True,
-        tie_word_embeddings=False,
-    )  # fmt: skip
+def _experts(count: int, top_k: int, width: int) -> dict[str, Any]:
+    return {
+        "enable_moe_block": True, "num_experts": count, "top_k_experts": top_k,
+        "moe_intermediate_size": width,
+    }  # fmt: skip
 
 
-def _llama3(theta: float, factor: float, trained: int) -> RopeConfig:
-    return RopeConfig(
-        "llama3", theta, factor=factor, original_max_position_embeddings=trained,
-        low_freq_factor=1.0, high_freq_factor=4.0,
-    )  # fmt: skip
+def _llama3(theta: float, factor: float, trained: int) -> dict[str, Any]:
+    return {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": trained,
+    }}  # fmt: skip
 
 
-_SHARES: dict[str, Any] = {"k_eq_v": False, "per_layer_input_size": 256, "max_positions": 131072}
-_TINY: dict[str, Any] = {"vocab": BYTE_VOCAB, "max_positions": 4096}
-_IDS: dict[str, Any] = {"eos": (1,), "bos": 2}
+_GEMMA3 = {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+_GEMMA4 = {
+    "model_type": "gemma4_text", "max_position_embeddings": 262144, "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+_GEMMA4_E = _GEMMA4 | {"max_position_embeddings": 131072, "hidden_size_per_layer_input": 256}
+_LLAMA = {
+    "model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "eos_token_id": [128001, 128008, 128009], "bos_token_id": 128000,
+}  # fmt: skip
+_GPT_OSS = {"model_type": "gpt_oss", "eos_token_id": 200002, "bos_token_id": 199998}
+_TINY = {
+    "vocab_size": BYTE_VOCAB, "vocab_size_per_layer_input": BYTE_VOCAB,
+    "max_position_embeddings": 4096, "eos_token_id": 1, "bos_token_id": 2,
+}  # fmt: skip
 # fmt: off
-_CONFIGS = (
-    _gemma3("gemma-3-1b", _pattern(26, 6), 1152, 6912, (4, 1, 256), 256, 512,
-            rope_factor=None, max_positions=32768, vocab=262144),
-    _gemma3("gemma-3-4b", _pattern(34, 6), 2560, 10240, (8, 4, 256), 256, 1024),
-    _gemma3("gemma-3-12b", _pattern(48, 6), 3840, 15360, (16, 8, 256), 256, 1024),
-    # The scalar is hidden_size / num_heads, not head_dim.
-    _gemma3("gemma-3-27b", _pattern(62, 6), 5376, 21504, (32, 16, 128), 168, 1024),
-    _gemma4("gemma-4-31b", _pattern(60, 6), 5376, 21504, 32, (16, 256), (4, 512), 1024),
-    _gemma4("gemma-4-26b-a4b", _pattern(30, 6), 2816, 2112, 16, (8, 256), (2, 512), 1024,
-            moe=MoEConfig(128, top_k=8, intermediate_size=704)),
-    _gemma4("gemma-4-e4b", _pattern(42, 6), 2560, 10240, 8, (2, 256), (2, 512), 512,
-            num_kv_shared_layers=18, **_SHARES),
-    _gemma4("gemma-4-e2b", _pattern(35, 5), 1536, 6144, 8, (1, 256), (1, 512), 512,
-            num_kv_shared_layers=20, double_wide_mlp=True, **_SHARES),
-    _llama("llama-3.1-8b", 32, 4096, 14336, (32, 8, 128), _llama3(5e5, 8.0, 8192)),
-    _llama("llama-3.2-1b", 16, 2048, 8192, (32, 8, 64), _llama3(5e5, 32.0, 8192), tied=True),
-    _gpt_oss("gpt-oss-20b", 24, 2880, (64, 8, 64), MoEConfig(32, 4, 2880), 128),
-    _gpt_oss("gpt-oss-120b", 36, 2880, (64, 8, 64), MoEConfig(128, 4, 2880), 128),
+_FILES: dict[str, dict[str, Any]] = {
+    "gemma-3-1b": _GEMMA3 | _shape(26, 1152, 6912, (4, 1, 256)) | _window(512) | {
+        "vocab_size": 262144, "max_position_embeddings": 32768, "rope_scaling": None},
+    "gemma-3-4b": _GEMMA3 | _shape(34, 2560, 10240, (8, 4, 256)) | _window(1024),
+    "gemma-3-12b": _GEMMA3 | _shape(48, 3840, 15360, (16, 8, 256)) | _window(1024),
+    "gemma-3-27b": _GEMMA3 | _shape(62, 5376, 21504, (32, 16, 128)) | _window(1024) | {
+        "query_pre_attn_scalar": 168},  # hidden_size / num_heads, not head_dim
+    "gemma-4-31b":
+        _GEMMA4 | _shape(60, 5376, 21504, (32, 16, 256)) | _full_layers(4, 512) | _window(1024),
+    "gemma-4-26b-a4b": _GEMMA4 | _shape(30, 2816, 2112, (16, 8, 256)) | _full_layers(2, 512)
+        | _window(1024) | _experts(128, 8, 704),
+    "gemma-4-e4b":
+        _GEMMA4_E | _shape(42, 2560, 10240, (8, 2, 256)) | {"num_kv_shared_layers": 18},
+    "gemma-4-e2b": _GEMMA4_E | _shape(35, 1536, 6144, (8, 1, 256)) | _full_every(5, 35) | {
+        "num_kv_shared_layers": 20, "use_double_wide_mlp": True},
+    "llama-3.1-8b": _LLAMA | _shape(32, 4096, 14336, (32, 8, 128)) | _llama3(5e5, 8.0, 8192),
+    "llama-3.2-1b": _LLAMA | _shape(16, 2048, 8192, (32, 8, 64)) | _llama3(5e5, 32.0, 8192) | {
+        "tie_word_embeddings": True},
+    "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
     # Every branch differs in the tiny ones: scale not from head_dim, odd layer tail, other KV heads
     # in full layers.
-    _gemma3("gemma3-tiny", _pattern(7, 3), 64, 96, (4, 2, 32), 24, 16, **_TINY),
-    _gemma4("gemma4-tiny", _pattern(6, 3), 64, 96, 4, (2, 16), (1, 32), 16, **_TINY),
+    "gemma3-tiny": _GEMMA3 | _TINY | _shape(7, 64, 96, (4, 2, 32)) | _full_every(3, 7)
+        | _window(16) | {"query_pre_attn_scalar": 24},
+    "gemma4-tiny": _GEMMA4 | _TINY | _shape(6, 64, 96, (4, 2, 16)) | _full_layers(1, 32)
+        | _full_every(3, 6) | _window(16),
     # Two full layers own keys and values, and four sliding ones: the last of each kind are the ones
     # that are shared.
-    _gemma4("gemma4-e-tiny", _pattern(9, 3), 64, 96, 4, (1, 16), (1, 32), 16, **_TINY,
-            k_eq_v=False, per_layer_input_size=8, num_kv_shared_layers=3, double_wide_mlp=True),
-    _gemma4("gemma4-moe-tiny", _pattern(6, 3), 64, 96, 4, (2, 16), (1, 32), 16, **_TINY,
-            moe=MoEConfig(8, top_k=2, intermediate_size=40)),
+    "gemma4-e-tiny": _GEMMA4 | _TINY | _shape(9, 64, 96, (4, 1, 16)) | _full_every(3, 9)
+        | _window(16) | {"global_head_dim": 32, "hidden_size_per_layer_input": 8,
+                         "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+    "gemma4-moe-tiny": _GEMMA4 | _TINY | _shape(6, 64, 96, (4, 2, 16)) | _full_layers(1, 32)
+        | _full_every(3, 6) | _window(16) | _experts(8, 2, 40),
     # Of 16 frequencies, some turn more than 4 times in 64 tokens, some less than once.
-    _llama("llama-tiny", 4, 64, 96, (4, 2, 32), **_TINY, **_IDS,
-           rope=_llama3(1e4, 8.0, 64)),
-    _gpt_oss("gpt-oss-tiny", 4, 64, (4, 2, 32), MoEConfig(6, top_k=2, intermediate_size=40), 16,
-             trained=256, **_TINY, **_IDS),
+    "llama-tiny": _LLAMA | _TINY | _shape(4, 64, 96, (4, 2, 32)) | _llama3(1e4, 8.0, 64),
+    "gpt-oss-tiny": _GPT_OSS | _TINY | _shape(4, 64, 40, (4, 2, 32)) | _window(16) | {
+        "num_local_experts": 6, "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0,
+                            "original_max_position_embeddings": 256, "truncate": False}},
     # As in gemma-4-31b, a sliding layer's token has twice a full one's bytes: blocks of 16 and 32.
-    _gemma4("gemma4-small", _pattern(6, 3), 192, 512, 8, (4, 32), (1, 64), 128,
-            max_positions=32768, vocab=BYTE_VOCAB),
-)
+    "gemma4-small": _GEMMA4 | _TINY | _shape(6, 192, 512, (8, 4, 32)) | _full_layers(1, 64)
+        | _full_every(3, 6) | _window(128) | {"max_position_embeddings": 32768},
+}
 # fmt: on
-CONFIGS = {config.name: config for config in _CONFIGS}
+CONFIGS: dict[str, ModelConfig] = {name: from_hf(keys, name=name) for name, keys in _FILES.items()}
 
 
 def named_configs() -> dict[str, Any]:

@@ -26,9 +26,9 @@ from quire.kernels.common.dequantize import FP4_GROUP
 from ..engine.memory import fits, free_memory
 from ..families.registry import Family, register_family
 from ..layers.moe import FP8_BLOCK
-from ..loading.checkpoint import FP8, read_headers
+from ..loading.checkpoint import FP8, Stored, read_headers
 from ..loading.dequantize import fill
-from ..loading.names import GATE, UP, WHOLE, Storage, TensorTarget, match, unique
+from ..loading.names import GATE, UP, WHOLE, Storage, TensorTarget, match
 from ..loading.shards import pieces_of
 from ..parallel.group import Group
 from .config import CONFIGS, MODEL_TYPE, DeepseekV4Config, from_hf, to_hf
@@ -71,6 +71,7 @@ _RENAMES = [
         (r"\.shared_experts\.w2\.", ".shared_experts.down_proj."),
     )
 ]
+_DRAFTER = re.compile(r"(?:model\.)?mtp\.(\d{1,6})\.")
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d{1,6})\.(w[123])\.(weight|scale)$")
 # Drafters may bring copies of what they share with the trunk. DSpark's confidence is not used.
 _IGNORED = re.compile(r"^(model\.)?mtp\.\d+\.(emb\.tok_emb|head|confidence_head\.proj)\.weight$")
@@ -111,11 +112,11 @@ def load(
             f"max_position_embeddings: expected rotary tables of at most the free {free} bytes, "
             f"got {tables} bytes for {config.max_position_embeddings} tokens"
         )
-    found = unique(path, STORAGE, read_headers(path))
-    config = _with_stored_drafter(config, found)
+    stored = read_headers(path)
+    config = _with_stored_drafter(config, stored)
     whole = DeepseekV4(config, device="meta", dtype=dtype)
     parameters = dict(whole.named_parameters())
-    sources = match(path, found, parameters, STORAGE)
+    sources = match(path, stored, parameters, STORAGE)
     experts = [source for source in sources if ".mlp.experts." in source.target.parameter]
     formats = {source.kind: source.value for source in experts}
     if len(formats) > 1:
@@ -138,12 +139,10 @@ def load(
     return model
 
 
-def _with_stored_drafter(
-    config: DeepseekV4Config, found: Iterable[TensorTarget]
-) -> DeepseekV4Config:
+def _with_stored_drafter(config: DeepseekV4Config, stored: Iterable[Stored]) -> DeepseekV4Config:
     """The config with the drafter layers that the files have: they may have none."""
-    names = [where.parameter.split(".") for where in found]
-    stages = {int(name[1]) for name in names if name[0] == "mtp" and name[1].isdigit()}
+    names = [_DRAFTER.match(one.name) for one in stored if not _IGNORED.match(one.name)]
+    stages = {int(name[1]) for name in names if name}
     if not stages:
         return replace(config, num_mtp_layers=0, dspark=None)
     if config.dspark is None:

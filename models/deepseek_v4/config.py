@@ -1,4 +1,4 @@
-"""Configuration of DeepSeek-V4 models: Flash, Pro, tiny ones, and the config.json files of checkpoints.
+"""Configuration of DeepSeek-V4 models: Flash, Pro, tiny ones, and config.json files.
 
 Layers differ in what they see besides a window of raw tokens: nothing (``SLIDING``), those that the
 indexer selects of the entries that compress 4 tokens each (``CSA``), or all entries that compress

@@ -87,9 +87,8 @@ class MTPDrafter(DeviceDrafter):
         self, request_slots: Tensor, seq_lens: Tensor, block_tables: tuple[Tensor, ...], *,
         num_drafts: int, max_seq_len: int, choose: Callable[[Tensor], Tensor],
     ) -> Tensor:  # fmt: skip
-        """The first draft is of the step's own rows. Each later one computes all guessed rows of its
-        sequence as new rows of one layer, and writes nothing.
-        """
+        # The first draft is of the step's own rows. Each later one computes all guessed rows of
+        # its sequence as new rows of one layer, and writes nothing.
         model, streams = self.model, self._streams[request_slots]
         (num_seqs, num_layers), device = streams.shape[:2], seq_lens.device
         out = streams[:, :0]  # of the layer before, at the guessed rows

@@ -36,7 +36,7 @@ from ..layers.basic import Embedding, Linear, RMSNorm, WeightPlacement
 from ..layers.kv_cache import PageTensors
 from ..loading.checkpoint import read_headers
 from ..loading.dequantize import fill
-from ..loading.names import Storage, match, text_target, unique
+from ..loading.names import Storage, match, text_target
 from .decoder import Rotary, rope_frequencies, rotary_of
 from .gemma import DecoderLayer
 from .gemma4 import config_from_hf
@@ -247,7 +247,7 @@ def load_assistant(
     assistant = Assistant(keys, config, device=torch.device(device), dtype=dtype)
     parameters = dict(assistant.named_parameters())
     storage = Storage(partial(text_target, names=parameters, config=config))
-    sources = match(path, unique(path, storage, read_headers(path)), parameters, storage)
+    sources = match(path, read_headers(path), parameters, storage)
     fill(assistant, sources, {}, {})
     return assistant
 

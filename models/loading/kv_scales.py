@@ -1,4 +1,4 @@
-"""Scales of an fp8 cache that a checkpoint brings: one number for a layer's keys, one for its values.
+"""Scales of an fp8 cache that a checkpoint brings: a number for a layer's keys, one for its values.
 
 Source: compressed-tensors ``kv_cache_scheme``; the names that vLLM 0.33's
 ``maybe_remap_kv_scale_name`` and ModelOpt's exports have.

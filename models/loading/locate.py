@@ -1,4 +1,4 @@
-"""The directory of a checkpoint: given as one, unpacked from a GGUF file, or fetched from the Hub."""
+"""The directory of a checkpoint: given, unpacked from a GGUF file, or fetched from the Hub."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def unknown_model(model: str | Path) -> ValueError:
     """The error for a model that is no built-in name, directory, file or name on the Hub."""
     return ValueError(
         f"model: there is no {str(model)!r}. It may be\n"
-        "  a Hugging Face directory, a .gguf file, a name on the Hub such as google/gemma-3-4b-it,\n"
+        "  a Hugging Face directory, a .gguf file, a name on the Hub such as "
+        "google/gemma-3-4b-it,\n"
         f"  or, with random weights, one of {', '.join(sorted(named_configs()))}"
     )
 
@@ -56,7 +57,8 @@ def _from_hub(repository: str, file: str | None) -> Path:
         from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
     except ImportError as error:
         raise ImportError(
-            "a model from the Hub needs the package huggingface_hub (pip install 'quire-attention[hf]')"
+            "a model from the Hub needs the package huggingface_hub "
+            "(pip install 'quire-attention[hf]')"
         ) from error
     of_hub = f"model: {repository!r} of the Hugging Face Hub"
     try:

@@ -133,18 +133,6 @@ class TensorSource:
     scale: Stored | None = None
 
 
-def unique(path: Path, storage: Storage, stored: Iterable[Stored]) -> dict[TensorTarget, Stored]:
-    """Tensors by their target, without those that have none; ValueError names two of one."""
-    found: dict[TensorTarget, Stored] = {}
-    doubled = []
-    for one in stored:
-        target = storage.target(one.name)
-        if target is not None and (first := found.setdefault(target, one)) is not one:
-            doubled.append(f"{first} and {one}")
-    refuse_misfits(path, doubled=doubled)
-    return found
-
-
 def part_of(parameters: Mapping[str, Tensor], target: TensorTarget) -> Tensor | None:
     """The part of a model's weights that a target names; None = there is no such part."""
     weight = parameters.get(target.parameter)
@@ -157,25 +145,26 @@ def part_of(parameters: Mapping[str, Tensor], target: TensorTarget) -> Tensor | 
 
 
 def match(
-    path: Path,
-    found: Mapping[TensorTarget, Stored],
-    parameters: Mapping[str, Tensor],
-    storage: Storage,
+    path: Path, stored: Iterable[Stored], parameters: Mapping[str, Tensor], storage: Storage
 ) -> list[TensorSource]:
     """Find the stored tensors of each part of the weights.
 
     Args:
-        found: of `unique`.
         parameters: the model's weights, which may be on the meta device.
 
     Raises:
         ValueError: naming at once every tensor that is missing, unexpected, there twice, without
             its scales, or of another shape or dtype.
     """
-    values = {target: stored for target, stored in found.items() if not target.is_scale}
-    scales = {replace(t, is_scale=False): stored for t, stored in found.items() if t.is_scale}
-    stacks = {target.parameter for target in values if target.expert is not None}
     misfits: dict[str, list[str]] = {name: [] for name in MISFITS}
+    found: dict[TensorTarget, Stored] = {}
+    for one in stored:
+        target = storage.target(one.name)
+        if target is not None and (first := found.setdefault(target, one)) is not one:
+            misfits["doubled"].append(f"{first} and {one}")
+    values = {target: one for target, one in found.items() if not target.is_scale}
+    scales = {replace(t, is_scale=False): one for t, one in found.items() if t.is_scale}
+    stacks = {target.parameter for target in values if target.expert is not None}
     for name, weight in parameters.items():
         parts = [TensorTarget(name)]
         if name in stacks and parts[0] not in values:
@@ -183,20 +172,20 @@ def match(
             parts = [TensorTarget(name, i, half) for i in range(len(weight)) for half in halves]
         misfits["missing"] += [str(part) for part in parts if part not in values]
     sources = []
-    for target, stored in values.items():
+    for target, one in values.items():
         part, whole = part_of(parameters, target), values.get(TensorTarget(target.parameter))
         if target.expert is not None and whole is not None:
-            misfits["doubled"].append(f"{whole} and {stored}")
+            misfits["doubled"].append(f"{whole} and {one}")
         if part is None:
-            misfits["unexpected"].append(str(stored))
+            misfits["unexpected"].append(str(one))
             continue
-        kind = storage.kind(stored, part)
+        kind = storage.kind(one, part)
         dtypes, scale_dtypes = FORMS[kind]
         shape, scale_shape = _stored_shapes(kind, tuple(part.shape))
-        misfits["misshaped"] += differs(stored, stored.shape, shape)
-        misfits["mistyped"] += differs(stored, stored.dtype, dtypes)
+        misfits["misshaped"] += differs(one, one.shape, shape)
+        misfits["mistyped"] += differs(one, one.dtype, dtypes)
         scale = scales.pop(target, None) if scale_dtypes else None
-        sources.append(TensorSource(target, kind, stored, scale))
+        sources.append(TensorSource(target, kind, one, scale))
         if scale is not None:
             misfits["mistyped"] += differs(scale, scale.dtype, scale_dtypes)
             if kind != "fp8":
@@ -207,7 +196,7 @@ def match(
                     f"{scale} {list(scale.shape)} (expected scales of {of})"
                 )
         elif scale_dtypes:
-            misfits["unscaled"].append(str(stored))
+            misfits["unscaled"].append(str(one))
     misfits["unexpected"] += [str(scale) for scale in scales.values()]
     refuse_misfits(path, **misfits)
     return sources

@@ -30,7 +30,7 @@ from ..parallel.group import Group
 from .checkpoint import read_headers
 from .dequantize import SetQuantized, fill
 from .kv_scales import read_kv_scales
-from .names import Storage, TensorSource, match, part_of, text_target, unique
+from .names import Storage, TensorSource, match, part_of, text_target
 from .shards import pieces_of, shared_columns
 
 FP8_MODES = ("auto", "keep", "dequantize")
@@ -100,7 +100,7 @@ def load_decoder(
     headers = read_headers(path)
     kv_scales, of_cache = read_kv_scales(path, headers, config.num_layers)
     weights = [one for one in headers if one not in of_cache]
-    sources = match(path, unique(path, storage, weights), parameters, storage)
+    sources = match(path, weights, parameters, storage)
     model, pieces = whole, {}
     if group is not None:
         unit = max(shared_columns(source, part_of(parameters, source.target)) for source in sources)

@@ -270,8 +270,8 @@ def expect_equal(found: Sequence[Mapping[str, Any]]) -> None:
         if differ := sorted(key for key in found[0] | one if found[0].get(key) != one.get(key)):
             key = differ[0]
             raise ValueError(
-                f"tensor_parallel_size: expected ranks of equal versions and files, and rank {rank} "
-                f"has {key} {one.get(key)}, rank 0 {found[0].get(key)}"
+                f"tensor_parallel_size: expected ranks of equal versions and files, and rank "
+                f"{rank} has {key} {one.get(key)}, rank 0 {found[0].get(key)}"
             )
 
 
