@@ -60,7 +60,6 @@ MODELS = {
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status."""
     print(fetch(_parser().parse_args(argv).name))
     return 0
 

@@ -61,7 +61,6 @@ class Draw:
     generator: torch.Generator
 
     def normal(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Normal numbers."""
         made = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
         return made.normal_(generator=self.generator)
 
@@ -215,7 +214,6 @@ def _latent(
 
 
 def _index(case: Case, draw: Draw, shared: dict[str, Any], each: list[dict[str, Any]]) -> None:
-    """Add what the indexer reads."""
     shape = case.shape
     weights = draw.normal(case.num_tokens, shape.num_heads, dtype=torch.float32)
     table = draw.table(case.batch, -(-shape.entries(case.context) // shape.rows))

@@ -68,7 +68,6 @@ class Shape:
 
     @property
     def softmax_scale(self) -> float:
-        """Factor of the logits."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
@@ -163,7 +162,6 @@ class Case:
 
     @property
     def q_lens(self) -> list[int]:
-        """New tokens of each sequence; decodes come first."""
         if self.phase == "decode":
             return [self.q_len or 1] * self.batch
         if self.phase == "prefill":
@@ -177,12 +175,10 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of the batch."""
         return sum(self.q_lens)
 
     @property
     def num_decodes(self) -> int:
-        """Sequences that add one token."""
         return {"decode": self.batch, "prefill": 0, "mixed": self.batch - 1}[self.phase]
 
     @property
@@ -281,7 +277,6 @@ def case_of(name: str, phase: str, batch: int, context: int) -> Case:
 
 
 def main_cases() -> list[Case]:
-    """The cases of `MAIN` in order."""
     return [case_of(name, *load) for names, *load in MAIN for name in names.split()]
 
 
@@ -314,7 +309,6 @@ def _variants(shape: Shape) -> Iterator[Case]:
 
 
 def tiny_cases() -> list[Case]:
-    """Cases of all phases that a CPU runs in seconds."""
     return [
         Case(shape, phase, 2, 40)
         for shape in TINY_SHAPES.values()

@@ -110,7 +110,6 @@ def decode_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str = "au
 
 
 def _weight_bytes(model: Decoder, num_tokens: int) -> float:
-    """Bytes of the weights that a step of ``num_tokens`` tokens reads."""
     config, total = model.config, 0.0
     tables = ["embed_tokens_per_layer."]
     if not getattr(config, "tie_word_embeddings", False):
@@ -128,7 +127,6 @@ def _weight_bytes(model: Decoder, num_tokens: int) -> float:
 
 
 def _expert_share(config: Any) -> float:
-    """Share of a layer's experts that a token chooses."""
     if isinstance(config, DeepseekV4Config):
         return config.num_experts_per_tok / config.num_experts
     return 1.0 if config.moe is None else config.moe.top_k / config.moe.num_experts

@@ -46,7 +46,6 @@ def table(rows: Iterable[dict[str, Any]], columns: Sequence[tuple[Any, ...]], le
 
 
 def one_line(error: Exception) -> str:
-    """Kind and message of an error, cut to a line."""
     return f"{type(error).__name__}: {error}".split("\n")[0][:200]
 
 
@@ -131,7 +130,6 @@ def commit() -> str:
 
 
 def _first_line(*command: str) -> str | None:
-    """First line that a command prints; None when it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -58,12 +58,10 @@ class Workload:
 
     @property
     def num_requests(self) -> int:
-        """Turns of all sessions."""
         return sum(len(session) for session in self.sessions)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest session with all of its answers."""
         return max(sum(len(t.token_ids) + t.max_tokens for t in s) for s in self.sessions)
 
 

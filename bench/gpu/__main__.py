@@ -39,7 +39,6 @@ from .runner import Runner
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
     args = _parser().parse_args(argv)
     parts = plan(args.dry_run, torch.cuda.device_count())
     if args.parts:

@@ -35,7 +35,6 @@ from ..common.results import describe_machine, write_json
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Software, device properties, seconds of the first launch, and measured rates."""
     on_gpu = device.type == "cuda"
     can_launch = on_gpu or os.environ.get("TRITON_INTERPRET") == "1"
     result: dict[str, Any] = {
@@ -94,7 +93,6 @@ def missing_tools() -> list[str]:
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
     args = _parser().parse_args(argv)
     result = describe(find_device(None))
     print(json.dumps(result, indent=1))

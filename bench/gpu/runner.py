@@ -29,8 +29,6 @@ GOOD = ("passed", "skipped")
 
 @dataclass
 class Running:
-    """A part that has started, and when."""
-
     part: Part
     process: subprocess.Popen
     start: float
@@ -65,7 +63,6 @@ class Runner:
                 self._end(one)
 
     def kill(self) -> None:
-        """End what still runs."""
         for one in self.running:
             _kill(one.process)
 
@@ -75,7 +72,6 @@ class Runner:
         return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["status"] == "ok"
 
     def arguments(self, part: Part) -> list[str]:
-        """Arguments of python."""
         values = {
             "{json}": [str(self._file(part, "result.json"))],
             "{peers}": ["--peers", str(self.peers)] if self.peers is not None else [],

@@ -66,7 +66,6 @@ class DeviceLost(Exception):
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
     args = _parser().parse_args(argv)
     device = find_device(args.device)
     name = args.set or ("headline" if device.type == "cuda" else "tiny")
@@ -208,7 +207,6 @@ def _measure(
 
 
 def header(result: dict[str, Any]) -> str:
-    """Machine, rates, and implementations that are present and missing."""
     rates = result["rates"]
     lines = [
         machine_lines(result["machine"]),

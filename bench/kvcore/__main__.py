@@ -50,7 +50,6 @@ def vllm_rows(spec: str, requests: list[int], repeats: int, steps: int) -> list[
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print a table, and write it where `--json` says; returns the exit status."""
     args = _parser().parse_args(argv)
     rows: list[Row] = []
     print(f"{'figure':<24} {'groups':<12} {'value':>10} unit")

@@ -35,7 +35,6 @@ def row(name: str, spec: str, value: float, unit: str = "s") -> Row:
 
 
 def show(rows: list[Row]) -> None:
-    """Print rows, one a line."""
     for r in rows:
         value = float(r["value"])  # type: ignore[arg-type]
         if r["unit"] == "B":
@@ -46,25 +45,20 @@ def show(rows: list[Row]) -> None:
 
 
 class Times:
-    """Seconds of calls, by the name of a figure."""
-
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
 
     def run(self, name: str, call: Callable[[], T]) -> T:
-        """Call once, keep the time, and return the result."""
         start = time.perf_counter()
         result = call()
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
         return result
 
     def rows(self, spec: str) -> list[Row]:
-        """The median of each name."""
         return [row(name, spec, median(t)) for name, t in self.seconds.items()]
 
 
 def spec_rows(spec: str, requests: list[int], repeats: int, steps: int) -> list[Row]:
-    """All figures of one spec."""
     rows = million(spec, repeats)
     rows.append(row("pool_1m_bytes", spec, bytes_of(lambda: million_pages(spec)), "B"))
     for n in requests:
@@ -74,21 +68,18 @@ def spec_rows(spec: str, requests: list[int], repeats: int, steps: int) -> list[
 
 
 def planned(cache: KVCache, slots: object, counts: object) -> StepPlan:
-    """A plan that must fit."""
     plan = cache.plan(slots, counts)
     assert isinstance(plan, StepPlan), plan
     return plan
 
 
 def prefill(cache: KVCache, slot: int, tokens: np.ndarray) -> None:
-    """Plan and commit a whole prompt in chunks."""
     for start in range(int(cache.num_computed[slot]), len(tokens), CHUNK):
         part = tokens[start : start + CHUNK]
         cache.commit(planned(cache, [slot], [len(part)]), part)
 
 
 def million_pages(spec: str, retention: str | int = "auto") -> KVCache:
-    """An empty cache of a million pages."""
     return KVCache(
         SPECS[spec], num_pages=MILLION, max_requests=2, max_model_len=MILLION, retention=retention
     )
@@ -120,7 +111,6 @@ def million(spec: str, repeats: int) -> list[Row]:
 
 
 def bytes_of(make: Callable[[], object]) -> int:
-    """Bytes of a new object."""
     tracemalloc.start()
     made = make()  # noqa: F841  it has to live
     used = tracemalloc.get_traced_memory()[0]

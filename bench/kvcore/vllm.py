@@ -92,7 +92,6 @@ def manager_of(
 
 
 def build(spec: str, num_blocks: int, retention: int | None = LATEST) -> KVCacheManager:
-    """The manager of the groups of `spec`."""
     return manager_of(groups(spec), num_blocks, 2 * measure.MILLION, CHUNK, retention)
 
 

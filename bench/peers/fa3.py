@@ -17,7 +17,6 @@ DEFAULTS = {
 
 
 def fa3_peer(folder: Path | None) -> Peer:
-    """FlashAttention-3; raises as `load_operators`."""
     forward = load_operators(folder, "_vllm_fa3_C").fwd
 
     def prepare(problem: Problem) -> list[Call]:

@@ -20,25 +20,21 @@ NOTE = "plan() not timed"
 
 
 def flashinfer_peer(folder: Path | None) -> Peer:
-    """FlashInfer's attention; raises ImportError."""
     package = import_package(folder, "flashinfer")
     return Peer("flashinfer", package.__version__, NOTE, partial(attention_calls, package))
 
 
 def flashinfer_mla_peer(folder: Path | None) -> Peer:
-    """FlashInfer's MLA; raises ImportError."""
     package = import_package(folder, "flashinfer")
     calls = partial(mla_calls, package)
     return Peer("flashinfer-mla", package.__version__, NOTE, calls, ("mla",))
 
 
 def scratch(problem: Problem) -> Tensor:
-    """The workspace of a wrapper."""
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=problem.results["out"].device)
 
 
 def attention_calls(flashinfer: Any, problem: Problem) -> list[Call]:
-    """Attention over pages; raises Unsupported."""
     case, shape, shared = problem.case, problem.case.shape, problem.shared
     if shared["sinks"] is not None:
         raise Unsupported("sinks")
@@ -72,7 +68,6 @@ def attention_calls(flashinfer: Any, problem: Problem) -> list[Call]:
 
 
 def mla_calls(flashinfer: Any, problem: Problem) -> list[Call]:
-    """MLA over pages."""
     case, shape, shared = problem.case, problem.case.shape, problem.shared
     out, count = unwritten(problem), -(-case.context // shape.rows)
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(scratch(problem), backend="fa3")

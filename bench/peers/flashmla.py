@@ -30,19 +30,16 @@ MAX_LIST_BYTES = 8 * 2**30
 
 
 def flashmla_peer(folder: Path | None) -> Peer:
-    """FlashMLA; raises as `load_operators`."""
     ops = load_operators(folder, "_flashmla_C")
     note = "schedule and lists of rows not timed; below 64 heads of V4 padded to 64"
     return Peer("flashmla", "as vLLM builds it", note, partial(calls_of, ops), ("mla", *V4_OPS))
 
 
 def calls_of(ops: Any, problem: Problem) -> list[Call]:
-    """One call for each copy; raises Unsupported."""
     return (dense_calls if problem.case.shape.op == "mla" else sparse_calls)(ops, problem)
 
 
 def dense_calls(ops: Any, problem: Problem) -> list[Call]:
-    """V3's decode; raises Unsupported."""
     case, shape, shared = problem.case, problem.case.shape, problem.shared
     if case.phase != "decode":
         raise Unsupported("dense prefill of latents")
@@ -64,7 +61,6 @@ def dense_calls(ops: Any, problem: Problem) -> list[Call]:
 
 
 def sparse_calls(ops: Any, problem: Problem) -> list[Call]:
-    """V4 over lists of rows; raises Unsupported."""
     case, shape = problem.case, problem.case.shape
     if not shape.fp8:
         raise Unsupported("plain rows")

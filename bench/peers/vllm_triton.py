@@ -17,7 +17,6 @@ GRID_2D = 128
 
 
 def vllm_triton_peer(folder: Path | None) -> Peer:
-    """Load vLLM's kernel; raises ImportError."""
     module = import_package(folder, "vllm.v1.attention.ops.triton_unified_attention")
 
     def prepare(problem: Problem) -> list[Call]:

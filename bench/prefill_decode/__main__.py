@@ -92,7 +92,6 @@ class WrongOutput(Exception):
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
     args = _parser().parse_args(argv)
     _expect_together(args)
     threads_before = torch.get_num_threads()

@@ -54,7 +54,6 @@ class WorkloadRun:
 
     @property
     def prompts(self) -> dict[Key, tuple[int, ...]]:
-        """Prompt of every request."""
         return {key: output.prompt_token_ids for key, output in self.outputs.items()}
 
 

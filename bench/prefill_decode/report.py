@@ -219,7 +219,6 @@ def speculation(
 
 
 def tiers(run: WorkloadRun) -> dict[str, Any]:
-    """Counts of the host tier in a run, and bytes that it moved."""
     counts = {
         name.removeprefix("tier_").removesuffix("/host"): count
         for name, count in run.stats.items()

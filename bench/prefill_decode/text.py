@@ -9,7 +9,6 @@ from ..common.results import aligned, machine_lines
 
 
 def header(result: dict[str, Any]) -> str:
-    """Machine, model and workload, and the result of the check."""
     machine, model, engine = result["machine"], result["model"], result["engine"]
     work, check, rates = result["workload"], result["check"], result["rates"]
     near_ties = check["tokens"] - check["exact_tokens"]
@@ -36,7 +35,6 @@ def header(result: dict[str, Any]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The numbers of all runs side by side, then results per group, then the comparisons."""
     runs = {"caching on": result["cached"]}
     if result["tiers"] is not None:
         runs = {"with host memory": result["cached"], "without": result["tiers"]["without"]}

@@ -120,7 +120,6 @@ def eviction(text: str) -> str:
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay, print the tables, write `--json` and `--plot`; returns the exit status."""
     args = _parser().parse_args(argv)
     if args.plot:
         require_matplotlib(args.plot)

@@ -38,7 +38,6 @@ class Uses:
 
 
 def segment_uses(workload: TraceWorkload, cache: KVCache) -> Uses:
-    """The segments that hits may have."""
     last: dict[bytes, int] = {}
     request: list[int] = []
     before: list[int] = []

@@ -151,7 +151,6 @@ def enough_pages(cache: KVCache, workload: TraceWorkload, retention: str | int) 
 
 
 def measured(run: Replay, counted: list[int]) -> Row:
-    """Figures of one replay."""
     requests = run.requests
     lengths, hits = np.array([requests[i].input for i in counted]), run.hits[counted]
     ran = [i for i, r in enumerate(requests) if r.output]

@@ -35,7 +35,6 @@ class TraceWorkload:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with its answer."""
         return max(r.input + r.output for r in self.requests)
 
     def prompts(self, cache: KVCache) -> list[Prompt]:
@@ -157,7 +156,6 @@ class Replay:
     # Calls of the allocator.
 
     def _look_up(self, number: int) -> int:
-        """Tokens that a prompt hits."""
         return self.cache.match(self._prompts[number]).num_tokens
 
     def _admit(self, number: int) -> int:

@@ -52,7 +52,6 @@ RESULTS = Path(__file__).parent.parent / "results" / "static"
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
     options = _parser().parse_args(argv)
     import triton
 

@@ -100,7 +100,6 @@ def attention_case(
 
 
 def meta(*shape: int, dtype: str = "bfloat16") -> Any:
-    """A contiguous tensor without storage."""
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 

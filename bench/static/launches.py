@@ -33,7 +33,6 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """Name of the kernel."""
         return self.kernel.__name__.strip("_")
 
 

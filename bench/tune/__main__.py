@@ -129,7 +129,6 @@ def time_case(
 
 
 def best(rows: list[Row]) -> Row:
-    """The row to take: the table's own, unless another is faster by ``GAIN``."""
     timed = [row for row in rows if row["ratio"] is not None]
     fastest = min(timed, key=lambda row: row["ratio"], default=rows[0])
     return fastest if timed and fastest["ratio"] < 1 - GAIN else rows[0]
@@ -152,7 +151,6 @@ def table(entry: TileEntry, rows: list[Row], taken: Row) -> str:
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Tune entry by entry; returns the exit status."""
     args = _parser().parse_args(argv)
     if not args.dry_run and not torch.cuda.is_available():
         raise ValueError("device: expected a GPU, got none; --dry-run needs none")

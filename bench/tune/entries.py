@@ -50,7 +50,6 @@ class TileEntry:
 
     @property
     def current(self) -> Any:
-        """The table's value."""
         return self._values[self.key]
 
     @contextmanager
