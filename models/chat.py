@@ -29,16 +29,12 @@ MAX_TEMPLATE, MAX_CHAT = 10**6, 10**8  # characters
 
 @dataclass(frozen=True)
 class NamedTemplate:
-    """One of several templates of a ``tokenizer_config.json``."""
-
     name: str
     template: str
 
 
 @dataclass(frozen=True)
 class TokenizerKeys:
-    """Key read from ``tokenizer_config.json`` and chat_template.json."""
-
     chat_template: str | tuple[NamedTemplate, ...] | None = None
 
 

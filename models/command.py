@@ -105,7 +105,6 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise ValueError: ``name: expected ..., got ...``."""
         name, colon, rest = message.removeprefix("argument --").partition(": ")
         raise ValueError(name.replace("-", "_") + colon + rest if colon else message)
 
@@ -166,7 +165,6 @@ def output_file(text: str) -> Path:
 
 
 def input_file(text: str) -> Path:
-    """The type of an option: a file that can be read."""
     path = Path(text)
     try:
         if not path.is_fifo():

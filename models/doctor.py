@@ -33,7 +33,6 @@ EXTRA = re.compile(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]")
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status."""
     _parser().parse_args(argv)
     print(f"software  quire {version_of(DISTRIBUTION)}, Python {platform.python_version()}, "
           f"torch {torch.__version__}, Triton {version_of('triton')}")  # fmt: skip
@@ -108,7 +107,6 @@ def extras() -> list[str]:
 
 
 def version_of(package: str) -> str:
-    """The version of an installed package, or "not installed"."""
     try:
         return version(package)
     except PackageNotFoundError:

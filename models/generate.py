@@ -63,7 +63,6 @@ of the output has gone.
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status."""
     args = _parser().parse_args(argv)
     _check(args)
     torch.set_num_threads(args.threads)
@@ -101,7 +100,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def sampling(params: SamplingParams) -> str:
-    """The sampling parameters in a line."""
     names = ["repetition_penalty"]
     if params.temperature:
         names = ["temperature", "top_k", "top_p", "min_p", *names]
@@ -205,7 +203,6 @@ def _line() -> str:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts, from the command line, a file or stdin."""
     if args.prompt:
         name, prompts = "prompt", [_utf8("prompt", prompt.__str__) for prompt in args.prompt]
     elif args.file:
@@ -245,7 +242,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _params(args: argparse.Namespace, default: SamplingParams) -> SamplingParams:
-    """``default`` with the options of the command line."""
     names = (
         "max_tokens", "ignore_eos", "stop", "n",
         "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",

@@ -82,7 +82,6 @@ def describe(
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status."""
     args = vars(_parser().parse_args(argv))
     print(describe(args.pop("model"), contexts=args.pop("context"), **args))
     return 0

@@ -18,16 +18,12 @@ from .model import FULL, SLIDING, AttentionConfig, LayerTypes, ModelConfig, Rope
 
 @dataclass(frozen=True)
 class WeightKeys:
-    """Storage of a group of weights of compressed-tensors."""
-
     type: only("float") = None
     num_bits: only(8) = None
 
 
 @dataclass(frozen=True)
 class GroupKeys:
-    """A group of weights of compressed-tensors."""
-
     weights: WeightKeys | None = None
 
 
@@ -75,13 +71,11 @@ class TextKeys:
     quantization_config: QuantizationKeys | None = None
 
     def config(self, **more: Any) -> ModelConfig:
-        """A configuration with the keys that are fields of it, and ``more`` fields."""
         same = {f.name for f in fields_of(ModelConfig)} & {f.name for f in fields_of(self)}
         given = {name: getattr(self, name) for name in same}
         return ModelConfig(**given | {"eos_token_ids": token_ids(self.eos_token_id)} | more)
 
     def attention(self, rope: RopeConfig) -> AttentionConfig:
-        """Attention shapes of layers that see all tokens."""
         return AttentionConfig(
             num_heads=self.num_attention_heads,
             num_kv_heads=self.num_key_value_heads or self.num_attention_heads,
@@ -100,8 +94,6 @@ class TextKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class LayeredKeys(TextKeys):
-    """Keys of families with two kinds of layers."""
-
     layer_types: LayerTypes | None = None
 
     def layers(self, pattern: int) -> tuple[str, ...]:
@@ -136,7 +128,6 @@ def read_rope(
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
-    """The ``rope_parameters`` entry of a RoPE; the reverse of `read_rope`."""
     default, always = RopeConfig(), ("rope_type", "rope_theta")
     return {k: v for k, v in vars(rope).items() if k in always or v != getattr(default, k)}
 
@@ -147,7 +138,6 @@ def token_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
 
 
 def common_keys(config: ModelConfig, architecture: str) -> dict[str, Any]:
-    """Keys that every family writes; the reverse of `TextKeys`."""
     names = (
         "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings",
         "rms_norm_eps", "bos_token_id", "attention_bias", "tie_word_embeddings",
@@ -166,7 +156,6 @@ def common_keys(config: ModelConfig, architecture: str) -> dict[str, Any]:
 
 
 def layer_keys(config: ModelConfig) -> dict[str, Any]:
-    """Keys that families with two kinds of layers write; the reverse of `LayeredKeys`."""
     assert config.sliding is not None
     return {
         "layer_types": list(config.layer_types),

@@ -142,7 +142,6 @@ class AttentionConfig:
         return self.num_heads % size == 0 and (kv % size == 0 or size % kv == 0)
 
     def shard(self, size: int) -> AttentionConfig:
-        """Heads of one of ``size`` ranks."""
         kv = max(1, self.num_kv_heads // size)
         return replace(self, num_heads=self.num_heads // size, num_kv_heads=kv)
 
@@ -262,7 +261,6 @@ class ModelConfig:
 
     @cached_property
     def num_layers(self) -> int:
-        """Number of decoder layers."""
         return len(self.layer_types)
 
     @cached_property
@@ -272,7 +270,6 @@ class ModelConfig:
 
     @cached_property
     def softmax_scale(self) -> float:
-        """Factor of q.k before the softmax."""
         return (self.query_pre_attn_scalar or self.full.head_dim) ** -0.5
 
     @property
@@ -294,7 +291,6 @@ class ModelConfig:
         return 5 * hidden + max(7 * width, width + max(branches))
 
     def attention(self, layer: int) -> AttentionConfig:
-        """Attention shapes of layer ``layer``."""
         if self.layer_types[layer] == FULL:
             return self.full
         assert self.sliding is not None
@@ -327,7 +323,6 @@ class ModelConfig:
         return (*owners, *(last[kind] for kind in self.layer_types[self.num_kv_owners :]))
 
     def mlp_size(self, layer: int) -> int:
-        """Width of layer ``layer``'s dense MLP."""
         wide = self.double_wide_mlp and layer >= self.num_kv_owners
         return self.intermediate_size * (2 if wide else 1)
 

@@ -158,7 +158,6 @@ class DeepseekV4Config(Sizes):
             )
 
     def shard(self, size: int, unit: int = 1) -> DeepseekV4Config:
-        """As `quire.models.config.model.ModelConfig.shard`."""
         if size == 1:
             return self
         heads = f"num_heads={self.num_heads} and o_groups={self.o_groups} are divided"
@@ -172,12 +171,10 @@ class DeepseekV4Config(Sizes):
 
     @property
     def num_layers(self) -> int:
-        """Layers of the trunk."""
         return len(self.layer_types)
 
     @property
     def activation_size(self) -> int:
-        """As `quire.models.config.model.ModelConfig.activation_size`."""
         queries = 8 * self.num_heads * self.head_dim
         width = self.hidden_size + self.moe_intermediate_size
         experts = self.hidden_size + self.num_experts_per_tok * width
@@ -272,8 +269,6 @@ CONFIGS = {config.name: config for config in (_FLASH, _PRO, _TINY, _SMALL)}
 
 @dataclass(frozen=True)
 class DeepseekV4Quantization:
-    """The ``quantization_config`` of the released models: fp8 in blocks of 128 x 128."""
-
     quant_method: only("fp8") = None
     weight_block_size: only(None, [128, 128]) = None
 
@@ -368,7 +363,6 @@ def _sizes(config: Sizes) -> dict[str, Any]:
 
 
 def _layer_types(keys: DeepseekV4Keys) -> tuple[tuple[str, ...], int]:
-    """Layer types of the trunk, and the number of MTP layers."""
     num_layers, num_mtp_layers = keys.num_hidden_layers, keys.num_nextn_predict_layers
     has_dspark = keys.dspark_block_size is not None  # then the counts are not of MTP layers
     if has_dspark:
@@ -445,7 +439,6 @@ def _rope(keys: DeepseekV4Keys) -> dict[str, Any]:
 
 
 def to_hf(config: DeepseekV4Config) -> dict[str, Any]:
-    """Write config.json, with transformers' keys."""
     partial = {"partial_rotary_factor": config.rope_dim / config.head_dim}
     dspark = {} if config.dspark is None else asdict(config.dspark)
     dspark.pop("num_stages", None)

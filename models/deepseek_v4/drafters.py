@@ -54,7 +54,6 @@ class MTPDrafter(DeviceDrafter):
     def attach(
         self, pool: V4PagePool, builder: BatchBuilder, *, max_requests: int, impl: str | None
     ) -> None:
-        """As `quire.models.engine.device_drafter.DeviceDrafter.attach`."""
         super().attach(pool, builder, max_requests=max_requests, impl=impl)
         config, device = self.model.config, self.model.device
         num_layers = min(len(self.model.mtp), self.max_draft_tokens)
@@ -68,7 +67,6 @@ class MTPDrafter(DeviceDrafter):
         self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray,
         slots: np.ndarray,
     ) -> None:  # fmt: skip
-        """As `quire.models.engine.device_drafter.DeviceDrafter.observe`."""
         ids, rows, request_slots = self._receive(next_ids, last_rows, slots)
         attend = PagedLatentAttend(batch.attn, self._pool, impl=self._impl)
         firsts = batch.attn.cu_seqlens_q[:-1].long()
@@ -130,7 +128,6 @@ class BlockAttend:
         self.block_size, self.impl = block_size, impl
 
     def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
-        """As `LatentAttend.__call__`."""
         pages, slots = self.pool.layers[attention.layer].window, self._slots(attention.layer)
         own = write_latent(
             inputs.kv, None, None, positions=inputs.positions, cos_sin=inputs.cos_sin,

@@ -63,8 +63,6 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated MLPs of all experts."""
-
     def __init__(self, config: ModelConfig, place: WeightPlacement) -> None:
         super().__init__()
         self.group = place.group
@@ -84,8 +82,6 @@ class Experts(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections, per-head norms and RoPE around the attention operator of one layer."""
-
     def __init__(self, config: ModelConfig, layer: int, place: WeightPlacement) -> None:
         super().__init__()
         shape, size, offset = config.attention(layer), config.hidden_size, config.norm_offset

@@ -19,8 +19,6 @@ from .registry import Family, register_family
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaKeys(LayeredKeys):
-    """Keys of both Gemma families."""
-
     hidden_size: fields.Width = 2304
     intermediate_size: fields.Width = 9216
     num_attention_heads: fields.NumHeads = 8
@@ -43,7 +41,6 @@ class GemmaKeys(LayeredKeys):
 
 
 def keys_of_both(config: ModelConfig, architecture: str) -> dict[str, Any]:
-    """Keys that both Gemma families write."""
     assert config.sliding is not None
     ropes = {SLIDING: config.sliding.rope, FULL: config.full.rope}
     return (
@@ -59,8 +56,6 @@ def keys_of_both(config: ModelConfig, architecture: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Keys(GemmaKeys):
-    """Keys of Gemma-3, older names among them."""
-
     vocab_size: fields.VocabSize = 262208
     num_hidden_layers: fields.NumLayers = 26
     sliding_window: fields.NumTokens = 4096
@@ -74,7 +69,6 @@ class Gemma3Keys(GemmaKeys):
 
 
 def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
-    """Read config.json."""
     keys = read_fields(Gemma3Keys, text)
     given = keys.rope_parameters or {}
     scaled = read_object(given, FULL) | (keys.rope_scaling or {})  # never applies to sliding layers
@@ -92,7 +86,6 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Write config.json."""
     more = {
         "query_pre_attn_scalar": config.query_pre_attn_scalar,
         "attn_logit_softcapping": None,

@@ -21,16 +21,12 @@ from .registry import Family, register_family
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKeys:
-    """Keys of a layer in ``per_layer_config``."""
-
     head_dim: fields.HeadSize | None = None
     num_key_value_heads: fields.NumHeads | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Keys(GemmaKeys):
-    """Keys of Gemma-4."""
-
     vocab_size: fields.VocabSize = 262144
     num_hidden_layers: fields.NumLayers = 30
     sliding_window: fields.NumTokens = 512
@@ -58,7 +54,6 @@ class Gemma4UnifiedKeys(Gemma4Keys):
 
 
 def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
-    """Read config.json."""
     unified = text.get("model_type") in UNIFIED
     keys = read_fields(Gemma4UnifiedKeys if unified else Gemma4Keys, text)
     given = keys.rope_parameters or {
@@ -124,7 +119,6 @@ def _full_shapes(keys: Gemma4Keys, layer_types: Sequence[str]) -> dict[str, Any]
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Write config.json."""
     return keys_of_both(config, "Gemma4ForCausalLM") | {
         "global_head_dim": config.full.head_dim,
         "num_global_key_value_heads": config.full.num_kv_heads,

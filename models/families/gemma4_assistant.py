@@ -46,8 +46,6 @@ MODEL_TYPE = "gemma4_assistant"
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantKeys:
-    """Keys of config.json beside its ``text_config``."""
-
     backbone_hidden_size: fields.Width
     use_ordered_embeddings: fields.Flag = False
     num_centroids: fields.Width = 2048
@@ -176,7 +174,6 @@ class Gemma4Drafter(DeviceDrafter):
     def attach(
         self, pool: PageTensors, builder: BatchBuilder, *, max_requests: int, impl: str | None
     ) -> None:
-        """As `quire.models.engine.device_drafter.DeviceDrafter.attach`."""
         super().attach(pool, builder, max_requests=max_requests, impl=impl)
         shape = (max_requests, self.model.config.hidden_size)
         # By slot: the hidden state of the last row that stays.
@@ -187,7 +184,6 @@ class Gemma4Drafter(DeviceDrafter):
         self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray,
         slots: np.ndarray,
     ) -> None:  # fmt: skip
-        """As `quire.models.engine.device_drafter.DeviceDrafter.observe`."""
         _, rows, request_slots = self._receive(next_ids, last_rows, slots)
         self._hidden[request_slots] = hidden[rows]
 
@@ -210,7 +206,6 @@ class Gemma4Drafter(DeviceDrafter):
 
 
 def expect_target(target: Any, assistant: Assistant) -> None:
-    """Refuse an assistant of another target, naming what differs."""
     own = assistant.config
     size = assistant.post_projection.weight.shape[0]
     pairs: list[tuple[str, Any, Any]] = [
@@ -253,7 +248,6 @@ def load_assistant(
 
 
 def read_config(path: Path) -> tuple[AssistantKeys, ModelConfig]:
-    """The keys of an assistant's config.json, and the configuration of its layers."""
     data = read_json(path / "config.json")
     with naming(path / "config.json"):
         if data.get("model_type") != MODEL_TYPE:

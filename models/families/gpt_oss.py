@@ -30,8 +30,6 @@ SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssKeys(LayeredKeys):
-    """Keys of a ``model_type`` "gpt_oss" file."""
-
     vocab_size: fields.VocabSize = 201088
     hidden_size: fields.Width = 2880
     intermediate_size: fields.Width = 2880
@@ -53,7 +51,6 @@ class GptOssKeys(LayeredKeys):
 
 
 def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
-    """Read config.json."""
     keys = read_fields(GptOssKeys, text)
     released = {
         "rope_type": "yarn",
@@ -78,7 +75,6 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Write config.json."""
     assert config.moe is not None
     more = {
         "intermediate_size": config.moe.intermediate_size,
@@ -122,7 +118,6 @@ class Experts(nn.Module):
     def forward(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, impl: str | None = None
     ) -> Tensor:
-        """The weighted sum of every row's experts."""
         gate_up, down, scale = self.gate_up_proj, self.down_proj, self.gate_up_proj_scale
         if scale is None:
             gate_up, down = gate_up.mT, down.mT
@@ -169,18 +164,13 @@ class MoE(nn.Module):
 
 
 class SinkAttention(Attention):
-    """Attention with sinks."""
-
     has_sinks = True
 
 
 class GptOss(Llama):
-    """A gpt-oss model."""
-
     attention = SinkAttention
 
     def mlp(self, config: ModelConfig) -> nn.Module:
-        """As `Llama.mlp`."""
         return MoE(config, self.place)
 
 

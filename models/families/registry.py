@@ -66,7 +66,6 @@ def register_family(family: Family) -> None:
 
 
 def families() -> list[Family]:
-    """All families: built in and registered."""
     for name in SHIPPED:
         import_module(f".{name}", __package__)
     import_module("..deepseek_v4.checkpoint", __package__)

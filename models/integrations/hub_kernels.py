@@ -84,7 +84,6 @@ def metadata(folder: Path, backend: str) -> dict[str, object]:
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
     directory = _parser().parse_args(argv).directory
     export(directory)
     print(f"written to {directory}")

@@ -141,7 +141,6 @@ class ReplayServer(Thread):
             self._kept.append((number, payload))
 
     def run(self) -> None:
-        """Serve until the context ends."""
         try:
             while True:
                 reader, *request = self._socket.recv_multipart()

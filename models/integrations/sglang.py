@@ -89,7 +89,6 @@ class QuireAttention:
         self._graph: SGLangStep | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare a step that runs eagerly."""
         longest = forward_batch.seq_lens_cpu
         longest = self.req_to_token.shape[1] if longest is None else int(longest.max())
         self.forward_metadata = self._step(forward_batch, max(1, longest))

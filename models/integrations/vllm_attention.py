@@ -50,17 +50,14 @@ class QuireBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """The name in vLLM's registry."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[QuireAttention]:
-        """Attention of a layer."""
         return QuireAttention
 
     @staticmethod
     def get_builder_cls() -> type[QuireBuilder]:
-        """The maker of a step's metadata."""
         return QuireBuilder
 
     @staticmethod
@@ -70,12 +67,10 @@ class QuireBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """As `paged_attention`."""
         return head_size in (16, 32, 64, 128, 256, 512)
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Yes."""
         return True
 
     supports_sliding_window = supports_sink

@@ -97,8 +97,6 @@ class Pages(KVCacheBlocks):
 
 @dataclass(slots=True)
 class Tracked:
-    """A request with a slot of the cache."""
-
     request: Request
     slot: int
     published: int  # tokens that others find
@@ -148,7 +146,6 @@ class CacheManager(KVCacheManager):
 
     @property
     def usage(self) -> float:
-        """Part of the pages that running requests need."""
         cache = self.cache
         return 1.0 - (cache.num_free_pages + cache.num_evictable_pages) / (cache.num_pages - 1)
 
@@ -182,7 +179,6 @@ class CacheManager(KVCacheManager):
         full_sequence_must_fit: bool = False, has_scheduled_reqs: bool = True,
         **_: Any,  # of connectors and encoders, which the scheduler refuses
     ) -> Pages | None:  # fmt: skip
-        """New pages for the next tokens of a request; None where they lack."""
         tracked = self._tracked.get(request.request_id)
         end = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
         if tracked is not None and end + num_lookahead_tokens <= tracked.room:
@@ -270,30 +266,25 @@ class CacheManager(KVCacheManager):
         return {}
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Publish a request's tokens."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None:
             self._publish(tracked, num_computed_tokens)
 
     def estimate_cached_tokens(self, request: Request) -> int:
-        """Tokens of a request that others find."""
         tracked = self._tracked.get(request.request_id)
         return 0 if tracked is None else tracked.published
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what is cached; False while requests run."""
         if self._tracked:
             return False
         self.cache.clear()
         return super().reset_prefix_cache()
 
     def free(self, request: Request) -> None:
-        """A request ends, or is preempted."""
         self._pending.pop(request.request_id, None)
         if self._tracked.pop(request.request_id, None) is not None:
             self.cache.release(request.request_id)
 
     def get_blocks(self, request_id: str) -> Pages:
-        """All pages of a request."""
         tracked = self._tracked.get(request_id)
         return Pages(tuple(self.cache.pages_of(tracked.slot) if tracked else ()))

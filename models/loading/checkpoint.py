@@ -103,8 +103,6 @@ def weight_files(path: Path) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class IndexKeys:
-    """Index of shards: the file of each tensor."""
-
     weight_map: dict[str, str]
 
 

@@ -74,7 +74,6 @@ def _of(source: TensorSource) -> tuple[Stored, Stored]:
 def _keep(
     keep: SetQuantized, source: TensorSource, value: Tensor, scale: Tensor, model: nn.Module
 ) -> None:
-    """Hand a layer its weight as it is stored."""
     value, scale = value.to(model.device, copy=True), scale.to(model.device, copy=True)
     kind = source.kind
     if kind == "mxfp4":  # its blocks of columns lie one behind the other
@@ -102,7 +101,6 @@ def _dequantize(
     parameters: Mapping[str, Tensor], source: TensorSource, value: Tensor, scale: Tensor | None,
     model: nn.Module, cut: Cut | None,
 ) -> None:  # fmt: skip
-    """Copy values to their place, in the dtype that the weight has."""
     weight = part_of(parameters, source.target)
     assert weight is not None
     device = weight.device
@@ -130,7 +128,6 @@ def _copy(place: Tensor, whole: Tensor, cut: Cut | None) -> None:
 
 
 def _expect_finite(weight: Tensor, stored: Stored) -> None:
-    """Refuse what was made of a tensor where it is NaN, infinite or has overflowed."""
     if weight.numel() == 0 or _is_finite(weight):
         return
     weight = weight.detach()
@@ -162,7 +159,6 @@ def _expect_finite_packed(
 
 
 def _expect_ids(table: Tensor, num_ids: int, stored: Stored) -> None:
-    """Refuse a table of indices that are not in 0..num_ids - 1."""
     low, high = (bound.item() for bound in table.detach().aminmax())
     if low < 0 or high >= num_ids:
         outside = (table < 0) | (table >= num_ids)

@@ -137,11 +137,9 @@ class GGUFFile:
         self._data.close()
 
     def keys(self) -> list[str]:
-        """Names of the tensors."""
         return list(self._tensors)
 
     def get_slice(self, name: str) -> TensorSlice:
-        """A tensor whose shape is known before it is read."""
         return TensorSlice(self._tensors[name].shape)
 
     def get_tensor(self, name: str) -> Tensor:
@@ -245,11 +243,9 @@ class TensorSlice:
     shape: tuple[int, ...]
 
     def get_shape(self) -> list[int]:
-        """The shape."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """The dtype of the tensor after it is read."""
         return "F32"
 
 

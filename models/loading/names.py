@@ -86,7 +86,6 @@ class Storage:
     fp8_block: Sequence[int] | None = None
 
     def kind(self, stored: Stored, part: Tensor) -> str:
-        """Kind of the values stored for a part of a weight."""
         if not part.is_floating_point():
             return "ids"
         kind = self.kinds.get(stored.dtype, "plain")
@@ -203,7 +202,6 @@ def match(
 
 
 def _stored_shapes(kind: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the values and of the scales that are stored for a part of a weight."""
     if kind == "fp4":
         rows, columns = shape
         return (rows, columns // 2), (rows, columns // FP4_GROUP)

@@ -31,13 +31,11 @@ class Piece:
     block: int = 1
 
     def packed(self, value: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """The rank's values and scales of a part that stays quantized."""
         return self.value.of(value), scale if self.scale is None else self.scale.of(scale)
 
     def filled_up(
         self, value: Tensor, scale: Tensor, shape: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Pad those of a weight of ``shape`` with zeros."""
         length = shape[self.cut.axis]
         blocks = -(-length // self.block)
         value = _with_length(value, self.value, blocks if self.value is self.scale else length)

@@ -91,7 +91,6 @@ def load_decoder(
     path: Path, config: Any, device: torch.device, dtype: torch.dtype, fp8: str,
     group: Group | None,
 ) -> nn.Module:  # fmt: skip
-    """Load a family that has no loader: see `load_model`."""
     # Shapes are checked, and it is decided what stays in fp8, before anything is allocated.
     whole = build_model(config, device="meta", dtype=dtype)
     parameters = dict(whole.named_parameters())
@@ -122,8 +121,6 @@ def load_decoder(
 
 @dataclass(frozen=True)
 class StorageKeys:
-    """Keys of ``config.json`` about the storage of weights."""
-
     dtype: str | None = None
     torch_dtype: str | None = None
     quantization_config: QuantizationKeys | None = None

@@ -28,12 +28,10 @@ class Channel:
         self._store, self._check, self._num_gathered = store, check, 0
 
     def send(self, data: bytes) -> None:
-        """Send from rank 0 to all others."""
         for rank in range(1, self.size):
             self._store.queue_push(f"quire/messages/{rank}", data)
 
     def receive(self) -> bytes:
-        """Wait for the next message of rank 0."""
         while True:
             with suppress(dist.DistStoreError):  # the time of the store's waits is over
                 return self._store.queue_pop(f"quire/messages/{self.rank}")

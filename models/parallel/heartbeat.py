@@ -78,7 +78,6 @@ class Heartbeat(threading.Thread):
         self._exchanging.join(2 * BEAT)
 
     def run(self) -> None:
-        """Watch until this rank leaves or another one is dead."""
         now = time.monotonic()
         while not self._left.wait(BEAT) and not self.verdict:
             last, now = now, time.monotonic()

@@ -221,7 +221,6 @@ def local_store(size: int) -> dist.TCPStore:
 
 
 def _start(size: int, port: int) -> dict[int, subprocess.Popen[bytes]]:
-    """Start the other ranks on this machine; port: of the store."""
     threads = max(1, torch.get_num_threads() // size)
     torch.set_num_threads(threads)
     spec = {"size": size, "port": port, "timeout": RANK_TIMEOUT, "threads": threads}

@@ -76,18 +76,15 @@ class StepSender:
         return arrays
 
     def observe(self, next_ids: np.ndarray, last_rows: np.ndarray, slots: np.ndarray) -> None:
-        """Make the other ranks call `DeviceDrafter.observe` for the step that ran last."""
         self._send(OBSERVE, next_ids, last_rows, slots)
 
     def draft(self, slots: np.ndarray, seq_lens: np.ndarray, is_greedy: bool) -> None:
-        """Make the other ranks compute the same drafts."""
         index, pages = self._kv.take_deltas()
         changes = _EMPTY._replace(table_indices=index, table_pages=pages)
         self._send(DRAFT, changes, slots, seq_lens, is_greedy)
         self._tables.update(changes)
 
     def close(self) -> None:
-        """End all ranks. No step may follow."""
         if not self.ranks.ended:
             with suppress(dist.DistError):  # of a store that is gone
                 self._send(CLOSE)
