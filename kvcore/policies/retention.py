@@ -1,17 +1,8 @@
-"""Retention: at which boundaries of a sequence a resume point is kept.
+"""Retention: the boundaries of a sequence at which a resume point is kept.
 
-Some boundaries are kept whatever the setting: the resend boundaries of a prompt
-(`resend_boundaries`), the last boundary that a request reached, and the *junction*, where a request
-left a chain with cached dense blocks but no resume point. While a prompt is computed, the end of
-its last chunk has a point too, for other prompts. Alignment 32, ``retention="latest"``:
-
-    tokens     0    32   64   96   128  160  192
-    prompt 1   |=============================|---   200 tokens; resume point at 192
-    prompt 2   |===================|~~~~~~~~~~~~~   as prompt 1 up to token 130: dense blocks are
-                                   |                cached up to 128, but the hit is 0
-    prompt 3   |===================|.............   as both up to token 130: hits 128
-
-Prompt 2 computes all its tokens and keeps a point at 128: where two prompts part, others will.
+Some are kept whatever the setting: those of `resend_boundaries`, the last one that a request
+reached, and the *junction*, where a request left a chain with cached dense blocks but no resume
+point. docs/concepts.md draws them.
 """
 
 from __future__ import annotations
