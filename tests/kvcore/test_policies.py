@@ -132,10 +132,35 @@ def test_adaptive_gives_up_first_what_lies_inside_prompts_if_none_return_to_it(r
         inside = Fake(key(said[4]), last_used=turn, depth=5)
         policy.add(inside)
         policy.add(edited)
+        policy.coming(1)  # as a host tier asks after each step
         if turn < 59:
             policy.asked(key(*said[: 5 if returned else 19], "new"), 0)
     order = popped(policy)
     assert (order.index(inside.key) < order.index(edited.key)) is not returned
+
+
+def test_adaptive_gives_up_first_the_end_of_a_prompt_that_a_chat_has_passed():
+    """Half of the prompts come again, half go on from their answer: these ends are not hit."""
+    policy, ends = Adaptive(), []
+    for turn in range(60):
+        keys = key(f"{turn}.0", f"{turn}.1")
+        policy.asked(keys, 0, (2, 2, 0, 0))
+        end = Fake(keys[32:], last_used=turn, depth=2)
+        ends.append(end)
+        for entry in (end, Fake(key(f"{turn}.2"), last_used=turn, depth=3, shorter=end)):
+            policy.add(entry)
+        policy.coming(0)  # which looks at both
+        if turn % 2:
+            policy.asked(keys + key(f"{turn}.2", f"{turn}.3"), 3)
+        elif turn < 58:
+            policy.asked(keys, 2, (2, 2, 0, 0))
+    open_end, passed = ends[58:]
+    first = chance(policy, open_end)
+    assert first > 2 * chance(policy, passed)
+    policy.asked(key("other"), 0)
+    assert chance(policy, open_end) < first, "an older entry is less likely to be hit"
+    order = popped(policy)
+    assert order.index(passed.key) < order.index(open_end.key)
 
 
 def test_adaptive_is_lru_while_nothing_comes_back():
@@ -243,19 +268,21 @@ def test_no_dense_page_of_a_running_request_is_counted_as_freed():
     assert (run.gain, run.num_pages, run.freed) == (5, 10, 10)
 
 
+@pytest.mark.parametrize(("specs", "pages"), [(((32, None), (16, 64)), 90), (((32, None),), 30)])
 @pytest.mark.parametrize("make", POLICIES)
-def test_what_is_used_often_outlives_what_is_used_once(make):
+def test_what_is_used_often_outlives_what_is_used_once(make, specs, pages):
     """By the policies that count uses; all of them leave a sound cache."""
-    e = Runner((32, None), (16, 64), num_pages=90, policy=make())
+    e = Runner(*specs, num_pages=pages, policy=make())
     loved = list(range(200))
     for i in range(4):
         e.run(("loved", i), loved)
     for i in range(10):
         e.run(i, range(1000 * (i + 1), 1000 * (i + 1) + 200))
         e.kv.check_invariants()
-    points = [point for run in e.kv.index.runs() for point in run.points.values()]
     if make.__name__ in ("LFU", "S3FIFO"):
-        assert e.kv.match(loved).num_tokens == 192 and max(p.num_uses for p in points) == 3
+        assert e.kv.match(loved).num_tokens == 192
+        found = [entry for run in e.kv.index.runs() for entry in (run, *run.points.values())]
+        assert max(entry.num_uses for entry in found) == 3
 
 
 def busy(policy, specs) -> KVCache:

@@ -251,6 +251,7 @@ def test_calls_that_need_something_first():
 def test_numbers_at_the_edge_are_taken():
     kv = cache(num_pages=np.int32(60), max_model_len=np.int64(100), retention=np.int64(8))
     assert kv.num_pages == 60 and kv.interval == 8 and kv.evict(2**62) == 0
+    assert linear_table(kv, 0, []).shape == (0, 0)
     for window in (100, 2**31, 2**62):  # past the longest sequence it is all of it
         layout = cache((4, None), (4, window)).layout
         assert layout.num_columns == cache((4, None), (4, 101)).layout.num_columns

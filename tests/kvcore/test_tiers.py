@@ -175,9 +175,10 @@ def test_what_is_clean_is_not_written_again():
         assert not s.tiers.stores(ALL), "it bounces, and is written once"
 
 
-def test_a_copy_counts_as_used_when_its_entry_would_be_stored_again():
+@pytest.mark.parametrize(("specs", "host"), [(HYBRID, 32), (DENSE, 25)], ids=["hybrid", "dense"])
+def test_a_copy_counts_as_used_when_its_entry_would_be_stored_again(specs, host):
     """Use on the device counts: of two copies the host evicts that of the entry used earlier."""
-    s = Setup(pages=200, host=32)
+    s = Setup(specs, pages=200, host=host)
     for i in (1, 2):
         s.serve([i, *PROMPT])
         s.store()
@@ -205,6 +206,7 @@ def test_a_budget_ends_within_a_chain():
     s.serve(PROMPT)
     for pages, segments in ((1, 1), (0, None), (3, 4), (100, 12)):
         jobs = s.tiers.stores(pages * PAGE)
+        assert s.tiers.stores(ALL if jobs else 0) == [], "the chain is under way"
         s.end(*jobs)
         assert [len(job.keys) // 32 for job in jobs] == [segments][: len(jobs)]
         assert s.tiers.index.num_points == (pages == 100)
