@@ -235,10 +235,10 @@ def test_adaptive_knows_a_chain_that_was_shortened():
 def test_adaptive_forgets_old_keys():
     policy = Adaptive()
     for i in range(5000):
-        policy.asked(key(i), 0)
-        policy.add(Fake(key(i), last_used=i))
+        policy.asked(key(i), 0, (1, 0, 0, 0))  # an entry that is never cached
+        policy.add(Fake(key(f"other {i}"), last_used=i))
         policy.pop()
-    assert len(policy._returns.records) <= 1100 and len(policy._returns.left) <= 64 * 32
+    assert len(policy._returns.records) <= 1100 and len(policy._returns.left) == 1024
 
 
 def test_returns_forget_the_record_that_was_renewed_first():
@@ -283,6 +283,16 @@ def test_what_is_used_often_outlives_what_is_used_once(make, specs, pages):
         assert e.kv.match(loved).num_tokens == 192
         found = [entry for run in e.kv.index.runs() for entry in (run, *run.points.values())]
         assert max(entry.num_uses for entry in found) == 3
+
+
+@pytest.mark.parametrize("specs", [((32, None), (16, 64)), ((32, None),)], ids=["hybrid", "dense"])
+def test_a_hit_is_a_use(specs):
+    e = Runner(*specs, policy=LRU())
+    first, second = range(100), range(1000, 1100)
+    for i, tokens in enumerate((first, second, first)):
+        e.run(i, tokens)
+    e.kv.evict(1)
+    assert [e.kv.match([*tokens, 1]).num_tokens < 96 for tokens in (first, second)] == [False, True]
 
 
 def busy(policy, specs) -> KVCache:
