@@ -13,11 +13,9 @@ from quire.models.config.named import get_config
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
-from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
-from tests.support.models.toy import finish
-
-PROMPTS = ([5, 6, 7] * 11, [8] * 70, [9, 10])
+from tests.models.deepseek_v4.test_engine import V4Recorder
+from tests.models.engine.test_engine import Recorder
 
 
 def resized(name, head_dim, num_heads, num_kv_heads):
@@ -27,43 +25,44 @@ def resized(name, head_dim, num_heads, num_kv_heads):
     return replace(base, full=replace(base.full, **sizes), sliding=sliding)
 
 
-def outputs(engine, prompts, params):
-    ids = [engine.add_request(prompt, params) for prompt in prompts]
-    found = {o.request_id: o for o in finish(engine)}
-    return [found[i] for i in ids]
-
-
 @pytest.mark.parametrize(
     ("head_dim", "num_heads", "num_kv_heads", "name", "kv_cache_dtype"),
     [
-        (24, 4, 2, "gemma3-tiny", "auto"), (6, 3, 1, "gpt-oss-tiny", "fp8"), (2, 5, 5, "gemma3-tiny", "fp8"), (96, 6, 2, "gpt-oss-tiny", "auto"),
-        (40, 7, 1, "gemma3-tiny", "auto"), (100, 4, 4, "gpt-oss-tiny", "fp8"), (768, 1, 1, "gemma3-tiny", "fp8"),
+        (24, 4, 2, "gemma3-tiny", "auto"), (6, 3, 1, "gpt-oss-tiny", "fp8"),
+        (2, 5, 5, "gemma3-tiny", "fp8"), (96, 6, 2, "gpt-oss-tiny", "auto"),
+        (40, 7, 1, "gemma3-tiny", "auto"), (100, 4, 4, "gpt-oss-tiny", "fp8"),
+        (768, 1, 1, "gemma3-tiny", "fp8"),
     ],
 )  # fmt: skip
 def test_torch_takes_any_head_size(name, head_dim, num_heads, num_kv_heads, kv_cache_dtype):
     model = random_model(resized(name, head_dim, num_heads, num_kv_heads))
-    config = EngineConfig(max_num_batched_tokens=64, num_pages=200, kv_cache_dtype=kv_cache_dtype, max_num_seqs=4)  # fmt: skip
-    for output in outputs(Engine(model, config), PROMPTS, SamplingParams(4, ignore_eos=True)):
-        assert output.error is None and len(output.token_ids) == 4
+    run = Recorder(model, kv_cache_dtype=kv_cache_dtype)
+    ids = [run.add(tokens, 4) for tokens in ([5, 6, 7] * 11, [8] * 70, [9, 10])]
+    run.run()
+    for request_id in ids:
+        assert len(run.outputs[request_id].token_ids) == 4
         if kv_cache_dtype == "auto":
-            tokens = torch.tensor(output.prompt_token_ids + output.token_ids)
-            logits = model.full_forward(tokens[:-1])[len(output.prompt_token_ids) - 1 :]
-            chosen = logits.gather(1, torch.tensor(output.token_ids)[:, None]).squeeze(1)
-            # As close to the largest as two ways to the same fp32 logits are.
-            assert (logits.amax(dim=-1) - chosen < 1e-3).all()
+            run.check(request_id)
 
 
 def test_head_sizes_that_kernels_are_not_made_for_are_refused_at_once(monkeypatch):
     monkeypatch.setattr("quire.models.engine.runner.expect_impl", lambda *_: None)  # as on a GPU
     for head_dim in (24, 96, 768):
         model = random_model(resized("gemma3-tiny", head_dim, 2, 1))
-        message = rf"impl: 'triton' is supported with a head_dim in \[16, .*'gemma3-tiny' has {head_dim} in layers of .*; 'torch' takes any"
+        message = (
+            r"impl: 'triton' is supported with a head_dim in \[16, .*"
+            rf"'gemma3-tiny' has {head_dim} in layers of .*; 'torch' takes any"
+        )
         with pytest.raises(NotImplementedError, match=message):
             Engine(model, EngineConfig(impl="triton", num_pages=200))
     for head_dim in HEAD_DIMS:
         random_model(resized("llama-tiny", head_dim, 2, 1)).expect_impl("triton")
     base = get_config("gemma3-tiny")
-    only_full = replace(base, layer_types=(FULL,) * len(base.layer_types), sliding=replace(base.sliding, head_dim=24))  # fmt: skip
+    only_full = replace(
+        base,
+        layer_types=(FULL,) * len(base.layer_types),
+        sliding=replace(base.sliding, head_dim=24),
+    )
     random_model(only_full).expect_impl("triton")  # no layer has 24
 
 
@@ -85,20 +84,24 @@ def test_sizes_of_deepseek_v4_are_refused_at_once(changes, message):
 
 @pytest.mark.parametrize(
     ("window", "csa", "hca", "blocks"),
-    [(24, 4, 16, (32, 8)), (16, 4, 8, (16, 8)), (128, 4, 128, (256, 64)), (1, 2, 3, (6, 1)), (127, 4, 128, (256, 32)), (7, 6, 4, (12, 3))],
+    [
+        (24, 4, 16, (32, 8)), (16, 4, 8, (16, 8)), (128, 4, 128, (256, 64)),
+        (1, 2, 3, (6, 1)), (127, 4, 128, (256, 32)), (7, 6, 4, (12, 3)),
+    ],
 )  # fmt: skip
 def test_default_blocks_of_deepseek_v4_fit_every_window_and_ratio(window, csa, hca, blocks):
-    config = replace(get_config("deepseek-v4-tiny"), sliding_window=window, csa_ratio=csa, hca_ratio=hca)  # fmt: skip
+    config = replace(
+        get_config("deepseek-v4-tiny"), sliding_window=window, csa_ratio=csa, hca_ratio=hca
+    )
     plan = plan_cache(config, CacheFormat(torch.float32))
     sizes = {g.block_size for g in plan.groups if g.name.startswith("window")}
     assert (plan.groups[0].block_size, *sizes) == blocks
     if hca < 100:
         model = random_model(config)
-        [output] = outputs(Engine(model, EngineConfig(num_pages=400, max_num_batched_tokens=37, max_num_seqs=4)), [[5, 6, 7] * 25], SamplingParams(5, ignore_eos=True))  # fmt: skip
-        tokens = torch.tensor(output.prompt_token_ids + output.token_ids)
-        logits = model.full_forward(tokens[:-1])[74:]
-        chosen = logits.gather(1, torch.tensor(output.token_ids)[:, None]).squeeze(1)
-        assert (logits.amax(dim=-1) - chosen < 1e-3).all()
+        run = V4Recorder(model, max_num_batched_tokens=37)
+        request_id = run.add([5, 6, 7] * 25, 5)
+        run.run()
+        run.check(request_id)
 
 
 def test_a_batch_refuses_state_groups():

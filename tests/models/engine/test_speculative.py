@@ -1,21 +1,16 @@
-"""Speculation: n-gram drafts, what stays of them, rejection sampling, and outputs that do not show it."""
+"""N-gram drafts: `test_rejection` and `test_engine_many` have what becomes of them."""
 
 import numpy as np
 import pytest
-import torch
 
-from quire.models.engine.sampler import (
-    ACCEPT,
-    RESAMPLE,
-    rejection_sample,
-    uniform,
-)
 from quire.models.engine.speculative import NGramDrafter
 from tests.models.engine.test_engine import Recorder, build
 
 
 def plain_lookup(tokens, max_ngram, min_ngram, k):
-    """The continuation by trying every length and place; of equally long matches the newest with k tokens behind it, else the oldest."""
+    """The continuation by trying every length and place; of equally long matches the newest with k
+    tokens behind it, else the oldest.
+    """
     for size in range(max_ngram, min_ngram - 1, -1):
         tail = tokens[len(tokens) - size :]
         ends = [e for e in range(size, len(tokens)) if tokens[e - size : e] == tail]
@@ -39,31 +34,6 @@ def test_ngram_drafts_equal_a_search_of_every_place(max_ngram, min_ngram, k):
         assert got == plain_lookup(tokens.tolist(), max_ngram, min_ngram, k), tokens
         hits += bool(got)
     assert 50 < hits < 400
-
-
-@pytest.mark.parametrize("kind", ["drawn", "one-hot", "equal", "disjoint"])
-def test_rejection_sampling_gives_the_targets_distribution(kind):
-    """Pearson's chi-squared over 40,000 tokens; for 9 degrees of freedom 99.99 % lie below 34."""
-    n, generator = 40_000, torch.Generator().manual_seed(3)
-    p = torch.softmax(1.5 * torch.randn(10, generator=generator), 0)
-    if kind == "drawn":
-        q = torch.softmax(1.5 * torch.randn(10, generator=generator), 0)
-    elif kind == "one-hot":
-        q = torch.zeros(10).index_fill_(0, torch.tensor(4), 1.0)
-    elif kind == "equal":
-        q = p.clone()
-    else:
-        p[:5], q = 0, torch.tensor([0.2] * 5 + [0.0] * 5)
-        p = p / p.sum()
-    drafts = torch.multinomial(q, n, replacement=True, generator=generator)
-    u = [torch.from_numpy(uniform([11] * n, range(n), purpose)) for purpose in (ACCEPT, RESAMPLE)]
-    ids = rejection_sample(p.expand(n, -1), drafts, q.expand(n, -1), *u)
-    counts, expected = torch.bincount(ids, minlength=10).double(), n * p.double()
-    assert (counts[expected == 0] == 0).all()
-    alive = expected > 0
-    assert ((counts - expected)[alive] ** 2 / expected[alive]).sum() < 34
-    rate = torch.minimum(p, q).sum().item()
-    assert abs((ids == drafts).double().mean().item() - rate) < 4 * (0.25 / n) ** 0.5
 
 
 def test_drafts_leave_room_for_the_longest_sequence():
