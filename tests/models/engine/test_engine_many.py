@@ -24,7 +24,7 @@ from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.host_tier import PageCopier
 from quire.models.engine.outputs import RequestError
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.sampler import Sampled, draw_columns, uniform
+from quire.models.engine.sampler import Sampled, derived_seed, draw_columns, uniform
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.tokenizer import ByteTokenizer, TextStream
 from tests.support.models.toy import PAGE_BYTES, VOCAB, ToyModel, plain_logits
@@ -38,6 +38,7 @@ SAMPLING = (
     {"temperature": 1.5, "min_p": 0.1, "seed": 4, "repetition_penalty": 1.3},
     {"repetition_penalty": 1.2},
     {"temperature": 1.0, "seed": 5, "stop": ("5", "1", "07"), "logprobs": 2},
+    {"temperature": 1.0, "seed": 6, "n": 2, "prompt_logprobs": 1},
 )
 # By state of the model, what gives no token: rows of its logits.
 BAD = {13: [0.0] * 3 + [math.nan] + [0.0] * 60, 29: [math.inf] + [0.0] * 63, 51: [-math.inf] * 64}
@@ -67,22 +68,21 @@ def run_all(engine, work, rng, after_step, in_flight=24):
     """Add requests as others end, and abort those that have to be aborted.
 
     Returns:
-        (outputs in order, {place in ``work``: [ids, text] of its stream}, steps that failed).
+        (outputs by (place in ``work``, sample), [ids, text] of their streams, steps that failed).
     """
-    waiting, running, deadlines, outputs = list(enumerate(work)), set(), {}, {}
+    waiting, left, deadlines, outputs = list(enumerate(work)), {}, {}, {}
     streams = defaultdict(lambda: [(), ""])
     step = failed = 0
     while waiting or engine.has_work:
-        while waiting and len(running) < in_flight and rng.random() < 0.9:
+        while waiting and len(left) < in_flight and rng.random() < 0.9:
             place, (tokens, params, abort_after) = waiting.pop(0)
             engine.add_request(tokens, params, request_id=str(place), stream=place % 2 == 0)
-            running.add(place)
-            if abort_after is not None:
+            left[place] = params.n
+            if abort_after is not None and params.n == 1:
                 deadlines[place] = step + abort_after
         for place in [i for i, when in deadlines.items() if when <= step]:
-            del deadlines[place]
-            running.remove(place)
-            outputs[place] = engine.abort(str(place))
+            del deadlines[place], left[place]
+            outputs[place, 0] = engine.abort(str(place))
         had_work = engine.has_work
         try:
             report = engine.step()
@@ -90,23 +90,26 @@ def run_all(engine, work, rng, after_step, in_flight=24):
         except torch.OutOfMemoryError:
             report, failed = None, failed + 1
         for delta in report.deltas if report else []:
-            stream = streams[int(delta.request_id)]
+            stream = streams[int(delta.request_id), delta.sample]
             stream[0] += delta.token_ids
             stream[1] += delta.text
         for output in report.finished if report else []:
             place = int(output.request_id)
-            running.remove(place)
-            deadlines.pop(place, None)
-            outputs[place] = output
+            outputs[place, output.sample] = output
+            left[place] -= 1
+            if not left[place]:
+                del left[place]
+                deadlines.pop(place, None)
             if output.finish_reason == "nan":
                 assert engine.kv.match(output.prompt_token_ids).num_tokens == 0
                 assert not engine.tiers or not engine.tiers.tiers.index.num_segments
         after_step(step)
         step += 1
-    return [outputs[i] for i in range(len(work))], streams, failed
+    assert len(outputs) == sum(params.n for _, params, _ in work)
+    return outputs, streams, failed
 
 
-def answer(model, tokens, params, stop_ids=(1,), longest=2048):
+def answer(model, tokens, params, stop_ids=(1,), longest=2048, sample=0):
     """(ids, text, finish reason) of one request of the toy, token by token from the definitions."""
     out, text, reason = [], "", None
     staging, stop_ids = Staging("cpu"), () if params.ignore_eos else stop_ids
@@ -120,7 +123,7 @@ def answer(model, tokens, params, stop_ids=(1,), longest=2048):
         if not logits.max().isfinite():
             return tuple(out), text, "nan"
         if params.temperature:
-            u = uniform([params.seed], [len(out)])
+            u = uniform([derived_seed(params.seed, sample)], [len(out)])
             [given] = draw_columns([params], [u], staging)
             out.append(int(sample_tokens(logits[None], **given)))
         else:
@@ -245,6 +248,7 @@ def disturb(engine, what, rng, monkeypatch):
             work(*args, **more)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    flaky.score_prompts = engine._sampler.score_prompts
     monkeypatch.setattr(owner, name, flaky)
     return failed
 
@@ -270,6 +274,27 @@ def later(engine, ends):
 
     copier.start = held
     return waits
+
+
+def expect(output, expected, model):
+    """Compare an output with `answer`; of one that was ended, what it has."""
+    tokens, n = output.prompt_token_ids, len(output.token_ids)
+    if output.finish_reason in ("abort", "error"):
+        assert output.token_ids == expected[0][:n] and expected[1].startswith(output.text)
+    else:
+        assert (output.token_ids, output.text, output.finish_reason) == expected
+    assert output.logprobs is None or len(output.logprobs) == n
+    scores = output.prompt_logprobs or ()
+    assert not scores or len(scores) == len(tokens) or output.finish_reason in ("abort", "error")
+    for i, got in list(enumerate(scores))[1:]:
+        want = plain_logits(model, tokens[:i]).log_softmax(-1)[tokens[i]]
+        assert got.logprob == pytest.approx(float(want), abs=1e-5, nan_ok=True)
+    assert (output.error is not None) == (output.finish_reason in ("nan", "error"))
+    if output.error is not None:
+        assert isinstance(output.error, RequestError)
+        assert str(output.error).startswith(f"request '{output.request_id}'")
+    if output.finish_reason == "nan":
+        assert str(output.error).endswith(f"for position {len(tokens) + n}")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -301,25 +326,15 @@ def test_many_requests_equal_each_alone(name, monkeypatch):
     in_flight = 9 if engine.tiers else 24
     outputs, streams, failed = run_all(engine, work, rng, distrust, in_flight)
     monkeypatch.undo()
-    for place, (tokens, params, _) in enumerate(work):
-        output, (ids, text) = outputs[place], streams[place]
-        expected = answer(model, tokens, params, model.config.eos_token_ids, longest)
-        n = len(output.token_ids)
-        if output.finish_reason in ("abort", "error"):
-            assert output.token_ids == expected[0][:n] and expected[1].startswith(output.text)
-        else:
-            assert (output.token_ids, output.text, output.finish_reason) == expected
+    for (place, sample), output in outputs.items():
+        tokens, params, _ = work[place]
+        expected = answer(model, tokens, params, model.config.eos_token_ids, longest, sample)
+        expect(output, expected, model)
         if place % 2 == 0:
+            ids, text = streams[place, sample]
             assert output.token_ids[: len(ids)] == ids and output.text.startswith(text)
             assert output.finish_reason == "abort" or (ids, text) == (output.token_ids, output.text)
-        assert params.logprobs is None or len(output.logprobs) == n
-        assert (output.error is not None) == (output.finish_reason in ("nan", "error"))
-        if output.error is not None:
-            assert isinstance(output.error, RequestError)
-            assert str(output.error).startswith(f"request '{place}'")
-            assert str(output.error).endswith(
-                f"for position {len(tokens) + n}" * (case.fails == "logits")
-            )
+    outputs = outputs.values()
 
     # What the case is about has happened.
     totals, stats = engine.totals, engine.kv.stats()

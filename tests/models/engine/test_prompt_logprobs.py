@@ -1,4 +1,6 @@
-"""Log-probabilities of prompts against a whole forward pass without a cache, its softmax in float64."""
+"""Log-probabilities of prompts against a whole forward pass without a cache, its softmax in
+float64.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,8 @@ def model(request):
 
 
 def check(model, output, top=TOP):
-    """Logits differ by `tolerance` at most, so log-probabilities by twice that: log-sum-exp moves no more than they do. Rounding of
+    """Logits differ by `tolerance` at most, so log-probabilities by twice that: log-sum-exp moves
+    no more than they do. Rounding of
     fp32's log-softmax, of numbers below 32, comes on top."""
     ids = output.prompt_token_ids
     exact = model.full_forward(torch.tensor(ids, device=DEVICE)).double().log_softmax(dim=-1).cpu()
@@ -71,38 +74,6 @@ def test_in_chunks_beside_others_and_where_a_hit_was_possible(model, budget, max
     # No row is scored twice, and a step has as many as fit.
     assert sum(counts) == 68 + 39 + 89 + 1
     assert max_rows == 400 or max(counts) == max_rows
-
-
-def test_samples_share_them(model):
-    engine = Engine(model, EngineConfig(num_pages=600, max_num_seqs=3, max_num_batched_tokens=30))
-    engine.add_request(prompt(70), SamplingParams(4, n=4, temperature=1.0, seed=2, **WANTED))
-    outputs = finish(engine)
-    assert [o.sample for o in sorted(outputs, key=lambda o: o.sample)] == [0, 1, 2, 3]
-    for output in outputs:
-        check(model, output)
-        assert (output.num_cached_tokens > 0) == (output.sample > 0)
-
-
-@pytest.mark.parametrize(
-    ("model", "after"),
-    [("gemma3-tiny", 1), ("gemma4-tiny", 2), ("gemma4-e-tiny", 4), ("deepseek-v4-tiny", 7)],
-    indirect=["model"],
-)
-def test_what_is_known_survives_a_preemption(model, after):
-    """Rows are scored once, though a preempted request finds less than it had, or more than was scored."""
-    run = Recorder(model, max_num_batched_tokens=20)
-    run.add(prompt(100), max_tokens=4, sampling=WANTED, request_id="a")
-    run.add([*prompt(100)[:80], 9], max_tokens=12, request_id="b")
-    for _ in range(after):
-        run.engine.step()
-    scored = len(run.engine.scheduler.running[0].prompt_logprobs)
-    assert scored == min(20 * after, 99)
-    run.engine.scheduler.take_back(list(run.engine.scheduler.running))
-    run.run()
-    output = check(model, run.outputs["a"])
-    assert output.num_preemptions == 1 and output.num_cached_tokens == 0
-    stats = run.engine.kv.stats()
-    assert stats["resumed_hit_tokens"] <= 2 * scored + 80
 
 
 def test_those_of_a_step_with_bad_rows_are_dropped():

@@ -84,6 +84,7 @@ def test_others_run_while_a_request_waits(is_async):
     while not first:
         first += engine.step().finished
     assert [o.request_id for o in first] == [quick] and not waits
+    assert len(engine.tiers.tiers.jobs) == 1
     assert first[0].explain() == "0 of 20 tokens: nothing of this prompt is cached"
     waited = engine.step()  # with no other request to run, the engine waits for copies
     assert waits and waited.idle == 0
