@@ -1,4 +1,6 @@
-"""The engine on the real allocator: every logit that it samples from equals a run of that sequence alone, without any cache."""
+"""The engine on the real allocator: every logit that it samples from equals a run of that sequence
+alone, without any cache.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,7 +25,8 @@ DEVICE = (
 
 
 class Recorder:
-    """Runs an engine, keeps the logits of every sampled token, and distrusts the pool: after each step the allocator
+    """Runs an engine, keeps the logits of every sampled token, and distrusts the pool: after each
+    step the allocator
     recounts its pages, and free pages become NaN."""
 
     def __init__(self, model, *, drafter=None, tokenizer=None, **settings):
@@ -115,7 +118,9 @@ def test_reports_tell_the_lengths_of_each_sequence():
 
 
 def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
-    """On a clock that only moves within the parts: each has what it took, whatever it was called from, and nothing is lost."""
+    """On a clock that only moves within the parts: each has what it took, whatever it was called
+    from, and nothing is lost.
+    """
     now = 0.0
     monkeypatch.setattr(report, "perf_counter", lambda: now)
     monkeypatch.setattr(report, "thread_time", lambda: 2 * now)
@@ -160,28 +165,10 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
     assert engine.totals.hashing == 2 and engine.totals.total == sum(s.total for s in steps)
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("inside", [False, True])
-def test_steps_in_and_out_of_inference_mode(graphs, inside):
-    """Tensors that one step makes and another changes belong to no caller's mode: tables, buffers of graphs, seen tokens."""
-    model = build("gemma3-tiny")
-    params = SamplingParams(8, ignore_eos=True, repetition_penalty=1.1)
-    outputs = []
-    for modes in ((False,) * 8, (True, True, False, False) * 2):
-        with torch.inference_mode(inside):
-            engine = Engine(
-                model, EngineConfig(num_pages=100, max_num_batched_tokens=64, decode_graphs=graphs)
-            )
-        engine.add_request(prompt(20), params)
-        for mode in modes:
-            with torch.inference_mode(mode):
-                report = engine.step()
-        outputs.append(report.finished[0].token_ids)
-    assert outputs[0] == outputs[1]
-
-
 def test_triton_kernels_drive_the_engine():
-    """Chunks, decodes and a prefix hit; few tokens, because without a GPU the kernels run in Triton's interpreter."""
+    """Chunks, decodes and a prefix hit; few tokens, because without a GPU the kernels run in
+    Triton's interpreter.
+    """
     config = replace(get_config("gemma4-tiny"), layer_types=(SLIDING, FULL))
     run = Recorder(random_model(config, device=DEVICE), impl="triton", max_num_batched_tokens=24)
     ids = [run.add(prompt(19), max_tokens=2), run.add(prompt(10, seed=1), max_tokens=3)]

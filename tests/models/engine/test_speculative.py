@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from quire.models.engine.speculative import NGramDrafter
-from tests.models.engine.test_engine import Recorder, build
 
 
 def plain_lookup(tokens, max_ngram, min_ngram, k):
@@ -34,11 +33,3 @@ def test_ngram_drafts_equal_a_search_of_every_place(max_ngram, min_ngram, k):
         assert got == plain_lookup(tokens.tolist(), max_ngram, min_ngram, k), tokens
         hits += bool(got)
     assert 50 < hits < 400
-
-
-def test_drafts_leave_room_for_the_longest_sequence():
-    run = Recorder(build("gemma3-tiny"), max_model_len=64, drafter=NGramDrafter(8, min_ngram=1))
-    for n in (55, 62, 63):
-        request_id = run.add(([5, 6] * 40)[:n], 100)
-        run.run()
-        assert len(run.check(request_id).token_ids) == 64 - n

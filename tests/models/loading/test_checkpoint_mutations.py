@@ -1,9 +1,12 @@
-"""Every kind of tensor of six checkpoints, and all that may be wrong with it: an error that names tensor and file, before garbage is generated."""
+"""Every kind of tensor of six checkpoints, and all that may be wrong with it: an error that names
+tensor and file, before garbage is generated.
+"""
 
 import functools
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,7 +50,8 @@ def write_v4(experts):
     return write
 
 
-# What writes it, and how often its kinds of tensors are looked at: as often as there are ways to load it.
+# What writes it, and how often its kinds of tensors are looked at: as often as there are ways to
+# load it.
 CHECKPOINTS = {
     "dense": (write_dense, ("auto",)),
     "moe": (write_moe, ("auto",)),
@@ -72,9 +76,11 @@ class Checkpoint:
         if torch.int8 in {tensor.dtype for tensor in self.tensors.values()}:
             self.names = [name for name in self.names if ".experts." in name]  # all else as in fp8
 
-    def batches(self, wanted=lambda tensor: True):
-        """Names in as few errors as name them all; expert by expert in DeepSeek-V4, whose experts must be of one format."""
-        names = [name for name in self.names if wanted(self.tensors[name])]
+    def batches(self, wanted=lambda *_: True):
+        """Names in as few errors as name them all; expert by expert in DeepSeek-V4, whose experts
+        must be of one format.
+        """
+        names = [name for name in self.names if wanted(name, self.tensors[name])]
         alone = [name for name in names if ".ffn.experts." in name]
         names = [name for name in names if name not in alone]
         return [names[i : i + BATCH] for i in range(0, len(names), BATCH)] + [[n] for n in alone]
@@ -115,18 +121,11 @@ SAME = ({torch.int8, torch.uint8}, {torch.uint8, E8M0}, {torch.float32, E8M0})
 OTHER = [torch.int8, torch.uint8, torch.bool, torch.complex64, torch.int16, torch.float8_e5m2, E8M0]
 
 
-@pytest.mark.parametrize("dtype", OTHER)
-def test_dtypes_that_no_format_declares(checkpoint, dtype):
-    def other(tensor):
-        return dtype != tensor.dtype and not any({dtype, tensor.dtype} <= same for same in SAME)
-
-    for names in checkpoint.batches(other):
-        if dtype == torch.uint8:  # scales may be bytes of E8M0
-            names = [name for name in names if not name.endswith("_scale_inv")]
-        shapes = {name: checkpoint.tensors[name].shape for name in names}
-        checkpoint.write({name: torch.ones(shape).to(dtype) for name, shape in shapes.items()})
-        message = checkpoint.error()
-        assert all(name in message for name in names), message
+def is_no_format(dtype, name, tensor):
+    """True if no format declares the dtype for a tensor."""
+    if dtype == torch.uint8 and name.endswith("_scale_inv"):
+        return False  # scales may be bytes of E8M0
+    return dtype != tensor.dtype and not any({dtype, tensor.dtype} <= same for same in SAME)
 
 
 SHAPES = {
@@ -138,12 +137,20 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("change", SHAPES)
-def test_shapes(checkpoint, change):
-    for names in checkpoint.batches():
-        checkpoint.write({name: SHAPES[change](checkpoint.tensors[name]) for name in names})
+# (tensors that are changed, the change, a word of the error)
+CHANGES = {name: (lambda *_: True, change, "misshaped") for name, change in SHAPES.items()} | {
+    str(dtype): (partial(is_no_format, dtype), lambda tensor, to=dtype: torch.ones(tensor.shape).to(to), "")
+    for dtype in OTHER
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_shapes_and_dtypes(checkpoint, change):
+    wanted, make, word = CHANGES[change]
+    for names in checkpoint.batches(wanted):
+        checkpoint.write({name: make(checkpoint.tensors[name]) for name in names})
         message = checkpoint.error()
-        assert "misshaped" in message and all(name in message for name in names), message
+        assert word in message and all(name in message for name in names), message
 
 
 def is_scale(name):
@@ -174,7 +181,7 @@ def test_missing_tensors(checkpoint, scales):
 @pytest.mark.parametrize("other", ["file", "prefix"])
 def test_tensors_that_are_there_twice(checkpoint, other):
     """In two shards, or under two names that mean the same."""
-    for names in checkpoint.batches(lambda tensor: True):
+    for names in checkpoint.batches():
         names = [name for name in names if not name.endswith("_scales")]
         v4_names = "layers.0.attn.wkv.weight" in checkpoint.tensors
         prefix = "model." if v4_names else "language_model."
@@ -191,7 +198,9 @@ def test_tensors_that_are_there_twice(checkpoint, other):
 
 
 def broken(tensor, last):
-    """The tensor with one element that is no finite number, or no expert; None where its dtype has none such."""
+    """The tensor with one element that is no finite number, or no expert; None where its dtype has
+    none such.
+    """
     flat = tensor.clone().flatten()
     at = -1 if last else 0
     if tensor.dtype in (torch.uint8, torch.int8, E8M0, FP8):
@@ -227,7 +236,9 @@ def test_weights_that_are_no_finite_numbers(checkpoint):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_weights_that_overflow(tmp_path, dtype):
-    """Finite in the file, infinite in the model's dtype: 70000 in fp16, the largest fp32 in bf16, 1e39 in fp32."""
+    """Finite in the file, infinite in the model's dtype: 70000 in fp16, the largest fp32 in bf16,
+    1e39 in fp32.
+    """
     write_dense(tmp_path)
     tensors, name = load_file(tmp_path / FILE), "model.layers.1.mlp.up_proj.weight"
     largest = torch.tensor(torch.finfo(dtype).max, dtype=torch.float64)
