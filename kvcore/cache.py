@@ -104,7 +104,7 @@ class KVCache:
             ``reads="pages"`` and ``adopt=False``; dense and window groups; no plans, deltas,
             events, drafts, replays.
         track_deltas: collect table changes for `take_deltas`.
-        events: log of what is stored and removed, of this cache alone.
+        events: log of blocks stored and removed, for this cache alone.
         debug: check each call: RuntimeError for two threads at once, ValueError for tokens that
             differ from the prompt's, AssertionError for writes to page 0. Costs time and memory.
 
@@ -189,7 +189,7 @@ class KVCache:
         self.sequences = Sequences(self.max_requests, self.alignment, layout.lookahead)
         self.num_computed: Int64 = self.sequences.lengths
         self._linear = LinearTables(layout, max_requests, self.pool) if append_only else None
-        rows = 1 if append_only else max_requests  # of which an append-only cache uses none
+        rows = 1 if append_only else max_requests  # unused if append_only
         self._tables = Tables(layout, rows, self.pool, track_deltas)
         self._planner = StepPlanner(self._tables)
         self._reserved = Reservations(self._planner, self.pool, max_requests)
@@ -216,8 +216,8 @@ class KVCache:
         # No request was ever in a step of the four calls, or admitted with keys: `plan` need not
         # check for reserved pages and unpublished tokens.
         self._only_plans = True
-        # A step of at most so many tokens starts at most one block a table, which outlives it:
-        # `reserve` needs no arrays.
+        # Most tokens of a step that starts at most one block a table, and one that outlives it:
+        # `reserve` needs no arrays for it.
         sizes = [g.block_size for g in layout.groups if g.kind != "state"]
         self._few = min([self.max_draft_tokens + 1, layout.alignment, *sizes])
         take_ownership(policy, events)

@@ -107,8 +107,8 @@ class EventWriter:
         self._num_known[slots] = end
 
     def _resize(self, width: int) -> None:
-        told = np.minimum(self._num_known, self._sequences.num_computed)
-        done = told - self._sequences.prompt_len
+        known = np.minimum(self._num_known, self._sequences.num_computed)
+        done = known - self._sequences.prompt_len
         columns = done[:, None] - np.arange(1, self._kept + 1)
         rows = np.arange(len(done))[:, None]
         rings = np.empty((len(done), width), dtype=np.int32)
@@ -157,8 +157,8 @@ class EventWriter:
     def point(self, run: Run, depth: int, slot: int | None = None) -> None:
         """A resume point was added at segment `depth`, by the request of `slot` if given."""
         keys = split_keys(self._before(run, depth))
-        who = None if slot is None else self._request_ids[slot]
-        for event in self._point(keys, self.of_segments(keys), depth, who):
+        request_id = None if slot is None else self._request_ids[slot]
+        for event in self._point(keys, self.of_segments(keys), depth, request_id):
             self._write(event)
 
     def of_prompt(self, prompt: Prompt, first: int, last: int) -> list[SegmentContent]:

@@ -81,9 +81,9 @@ def check_invariants(cache: KVCache) -> None:
     users += waiting
     check_index(index, owners, users, waiting, locks)
     if cache._event_writer is not None:
-        told = cache._event_writer
-        assert len(told.tokens) == index.num_segments, "tokens of what is not cached"
-        assert told.identities.keys() <= told.tokens.keys(), "identities of what is not cached"
+        writer = cache._event_writer
+        assert len(writer.tokens) == index.num_segments, "tokens of what is not cached"
+        assert writer.identities.keys() <= writer.tokens.keys(), "identities of what is not cached"
 
 
 def check_index(

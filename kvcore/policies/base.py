@@ -151,7 +151,7 @@ class Ranked:
     def coming(self, n: int) -> list[Entry]:
         """The entries that `pop` would take out next, at most `n`; they stay."""
         found: list[Entry] = []
-        self.peek()  # what is filed no more leaves the top of the heap
+        self.peek()  # drops discarded entries from the top of the heap
         for _, _, ticket, entry in in_order(self._heap):
             if len(found) == n:
                 break

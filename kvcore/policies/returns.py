@@ -222,7 +222,7 @@ class Returns:
             self.records.move_to_end(key)
         left = self.left.pop(key, None)
         if left is not None and left[0] is not record.visit:
-            # The prompt that returned here makes it anew: what its return left was never cached.
+            # The prompt that returned here has left the entry again: count one of the two.
             if record.open and record.since == left[0].at:
                 for count in self._counts(record):
                     count.made -= 1

@@ -313,7 +313,7 @@ class Chains:
         self._tables.fill_dense(slot, first, theirs)
 
     def _add_points(self, points: list[Point], is_last: bool = False) -> None:
-        """Keep resume points whose pages are held; let go of those of points that are there."""
+        """Keep resume points whose pages are held; unhold those of points that exist already."""
         a, known = self.alignment, []
         for slot, boundary, pages in points:
             passing = not (is_last or boundary in self._keep[slot])

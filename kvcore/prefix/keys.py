@@ -34,7 +34,7 @@ class Prompt:
     """A tokenised prompt with its segment keys, hashed once. It never changes.
 
     Attributes:
-        alignment, lookahead, seed: of the cache that made it.
+        alignment, lookahead, seed: values of the cache that made it.
         root: key before the first segment, of the seed and the salt.
         num_segments, keys: segments whose key is known, and 32 bytes for each.
         last_key: the last key (or root) with the marks after it, from which the next one is made.

@@ -25,9 +25,9 @@ class LinearTables:
     """The tables of all requests; the same calls as of `Tables` where `Chains` makes them.
 
     Attributes:
-        pages: of each slot and table, the pages of its blocks in their order.
-        num_gone: of each slot and table, the leading blocks without a page.
-        room: of each slot, tokens that have pages in all tables.
+        pages: [slot][table] pages by block.
+        num_gone: [slot][table] leading blocks without a page.
+        room: [slot] tokens that have pages in all tables.
 
     Raises:
         ValueError: a state group, or a lookahead.

@@ -64,8 +64,8 @@ class StepChanges:
         blocks: new blocks of each dense and window class.
         num_new: pages needed.
         starting: [i] requests whose states have no live pages yet.
-        needs_snapshot_page, snapshot_pages: of each state class, [j] `snapshot_requests` that take
-            new pages, and [j, num_tables] these.
+        needs_snapshot_page, snapshot_pages: [state class] [j] `snapshot_requests` that take new
+            pages, and [j, num_tables] these.
         copies, state_pages: see `StepPlan`.
     """
 
@@ -87,8 +87,8 @@ class StepChanges:
 
 @dataclass(slots=True, eq=False)
 class Effects:
-    """Changes of a committed step that are still to be settled: pages [k, pages_per_point] of kept
-    tails, pages that left window rings, new pages of which rings took some, copies [c, 2]."""
+    """Pages of a committed step: [k, pages_per_point] of kept tails, those that left window rings,
+    new ones that rings took or not, and copies [c, 2]."""
 
     tails: Int32
     gone: list[Int32]
