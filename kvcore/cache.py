@@ -43,7 +43,7 @@ from .arguments import (
     refusal,
     take_ownership,
 )
-from .arrays import NO_ROWS, NO_VALUES, ONE, Int32, Int64, ragged_arange
+from .arrays import NO_ROWS, NO_VALUES, Int32, Int64, ragged_arange
 from .debug import Checks
 from .event_writer import EventWriter
 from .events import EventLog
@@ -206,7 +206,6 @@ class KVCache:
         )  # fmt: skip
         self.tiers: Tiers | None = None
         self._longest: Int64 = np.array(self.max_model_len)
-        self._no_replays = NO_ROWS, np.empty((len(layout.groups), 0), dtype=np.int64)
         self._planned: StepPlan | None = None  # the one plan that `commit` takes
         # Tokens of each slot's request below which no rollback may go.
         self._floor: Int64 = np.zeros(max_requests, dtype=np.int64)
@@ -248,7 +247,8 @@ class KVCache:
     @property
     def tables(self) -> Int32:
         """[max_requests, columns] int32: all block tables side by side; not to be written to."""
-        self._expect_tables("tables")
+        if self._linear is not None:
+            raise _without_tables("tables")
         return self._tables.array
 
     def table(self, group: int) -> Int32:
@@ -257,9 +257,10 @@ class KVCache:
         Block b is in column ``b % width``; the live page of a state group, which its kernel updates
         in place, in column 0. Entries past a request's length or behind its window are undefined.
         """
-        self._expect_tables("table")
+        if self._linear is not None:
+            raise _without_tables("table")
         offset, width = self.layout.columns(group)
-        return self.tables[:, offset : offset + width]
+        return self._tables.array[:, offset : offset + width]
 
     def take_deltas(self) -> tuple[Int64, Int32]:
         """Take the changes of `tables` since the last call: flat indices [m] int64 and values [m]
@@ -273,12 +274,6 @@ class KVCache:
         indices, pages = zip(*deltas, strict=True)
         deltas.clear()
         return np.concatenate(indices), np.concatenate(pages)
-
-    def _expect_tables(self, call: str) -> None:
-        if self._linear is not None:
-            raise refusal(
-                call, "a cache with tables", "append_only=True: see `reserve`, `advance`, `publish`"
-            )
 
     # A request starts.
 
@@ -454,11 +449,11 @@ class KVCache:
         if self._linear is not None:
             return self._extend(listed, until, least)
         self._reserved.expect_not_in_flight(slots, "slots")
-        counts = ends - self.sequences.num_computed[slots]
-        more = (counts > 0).nonzero()[0]
+        start = self.sequences.num_computed[slots]
+        more = (ends > start).nonzero()[0]
         refs: dict[int, list[int]] = {}
         if more.size:
-            changes = self._changes_of(slots[more], counts[more])
+            changes = self._changes_of(slots[more], start[more], ends[more])
             for i, ref in zip(*(x.tolist() for x in self._planner.wanted(changes)), strict=True):
                 refs.setdefault(listed[more[i]], []).append(ref)
         return self._take(listed, until, {s: refs[s] for s in listed if s in refs}, least)
@@ -492,15 +487,16 @@ class KVCache:
             starts: [n] ints: tokens of each request before the step, its ``num_computed``.
             ends: [n] ints: tokens after it. At most max_draft_tokens fewer than were reserved.
         """
-        self._expect_tables("arrays")
+        if self._linear is not None:
+            raise _without_tables("arrays")
         slots, ends = self._pairs(slots, "ends", ends)
         starts = self._pairs(slots, "starts", starts)[1]
         start, full = self.sequences.num_computed[slots], self._reserved.step_ends(slots, ends)
         if np.count_nonzero(starts != start):
             raise refusal("starts", f"num_computed {start.tolist()}", starts.tolist())
         self._expect_ends(start, ends, full)
-        changes = self._changes_of(slots, full - start)
-        plan = self._arrays(changes, self._reserved.pages_of(changes))
+        changes = self._changes_of(slots, start, full)
+        plan = self._planner.arrays(changes, self._reserved.pages_of(changes))
         self._reserved.launch(slots, full)
         self._planned, self._only_plans = None, False
         if np.count_nonzero(full != ends):
@@ -553,7 +549,7 @@ class KVCache:
         changes, pages = None, NO_ROWS
         if moving.size:
             self._expect_ends(start[moving], ends[moving], full[moving])
-            changes = self._changes_of(slots[moving], (full - start)[moving])
+            changes = self._changes_of(slots[moving], start[moving], full[moving])
             pages = self._reserved.pages_of(changes)
         self._changed()
         self._only_plans = False
@@ -678,8 +674,15 @@ class KVCache:
             slots: [n] ints, distinct, from `admit`, without reserved pages or unpublished tokens.
             num_new_tokens: [n] ints >= 1.
         """
-        self._expect_tables("plan")
-        changes = self._changes_of(slots, num_new_tokens)
+        if self._linear is not None:
+            raise _without_tables("plan")
+        slots, counts = self._pairs(slots, "num_new_tokens", num_new_tokens, least=1)
+        start = self.sequences.num_computed[slots]
+        beyond = counts - (self._longest - start)
+        if np.count_nonzero(beyond > 0):
+            i = int(beyond.argmax())
+            raise self._too_long("num_new_tokens", slots[i], int(start[i]) + int(counts[i]))
+        changes = self._changes_of(slots, start, start + counts)
         if not self._only_plans:
             for slot in changes.slots.tolist():
                 self._expect_settled(slot)
@@ -691,7 +694,7 @@ class KVCache:
             if lacks is not None:
                 return lacks
             pages = self.pool.peek(changes.num_new)
-        self._planned = plan = self._arrays(changes, pages)
+        self._planned = plan = self._planner.arrays(changes, pages)
         if self._checks is not None:
             self._checks.expect_pages(plan)
         return plan
@@ -726,7 +729,8 @@ class KVCache:
         end = plan.changes.end if accepted is None else self._end_of(plan, accepted)
         if plan.changes.num_new:
             self.pool.take(plan.changes.num_new)
-        self._changed()
+        self._planned = None
+        self.index.tick += 1
         if self.enable_caching:
             self.sequences.feed(plan.slots, plan.changes.start, end, ids, plan.cu_seqlens_q[:-1])
             if self._event_writer is not None:
@@ -758,16 +762,19 @@ class KVCache:
         Returns:
             [n] int64 counts, at least 1 each.
         """
-        slots, counts, _ = self._batch(slots, num_new_tokens)
+        slots, counts = self._pairs(slots, "num_new_tokens", num_new_tokens, least=1)
         if not (self._tables.states and self.enable_caching):
             return counts.copy()
         start = self.sequences.num_computed[slots]
-        shortened: Int64 = self._chains.stops(slots, start, start + counts) - start
+        end = start + np.minimum(counts, MOST_TOKENS)
+        shortened: Int64 = self._chains.stops(slots, start, end) - start
         return shortened
 
     # What `plan` and the four calls share.
 
-    def _pairs(self, slots: Any, name: str, values: Any) -> tuple[Int64, Int64]:
+    def _pairs(
+        self, slots: Any, name: str, values: Any, least: int | None = None
+    ) -> tuple[Int64, Int64]:
         """Distinct slots [n] or one, and their numbers; perhaps the caller's own arrays."""
         slots, numbers = as_ints("slots", slots), as_ints(name, values)
         slots = slots if slots.ndim else slots[None]
@@ -776,30 +783,24 @@ class KVCache:
             shapes = f"{list(slots.shape)} and {list(numbers.shape)}"
             raise refusal(f"slots, {name}", "two vectors of one length > 0", shapes)
         self.sequences.check(slots)
+        if least is not None and np.count_nonzero(numbers < least):
+            raise refusal(name, f"at least {least} each", numbers.tolist())
         return slots, numbers
 
-    def _batch(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64, int]:
-        slots, counts = self._pairs(slots, "num_new_tokens", num_new_tokens)
-        longest = int(counts.max())
-        if np.count_nonzero(counts < ONE) or longest > MOST_TOKENS:  # sums would overflow
-            expected = f"at least 1 and at most {MOST_TOKENS} each"
-            raise refusal("num_new_tokens", expected, counts.tolist())
-        return slots, counts, longest
-
-    def _changes_of(self, slots: Any, num_new_tokens: Any) -> StepChanges:
-        slots, counts, longest = self._batch(slots, num_new_tokens)
+    def _changes_of(self, slots: Int64, start: Int64, end: Int64) -> StepChanges:
         slots = slots.copy()  # the caller may use its buffer again
-        start = self.sequences.num_computed[slots]
-        end = start + counts
-        if np.count_nonzero(end > self._longest):
-            i = int(end.argmax())
-            raise self._too_long("num_new_tokens", slots[i], end[i])
-        written = start
+        written, longest = start, int((end - start).max())
         if self.replay_tokens is not None:
             written = self._chains.replays.written_from(slots, start)
         kept, snapshots = NONE_KEPT, NO_ROWS
         if self.enable_caching and self.hybrid:
-            kept, snapshots = self._chains.boundaries(slots, start, end, longest)
+            most_after = self.layout.drafts + 1
+            if self._tables.states:  # requests that may end at a boundary
+                since = np.minimum(end - start, most_after)
+                snapshots = (end % self.alignment < since).nonzero()[0]
+            # Of a boundary in a shorter step, the ring keeps the tail.
+            if longest > most_after:
+                kept = self._chains.boundaries(slots, start, end)
         return self._planner.plan(slots, start, end, written, longest, kept, snapshots)
 
     def _make_room(
@@ -823,26 +824,6 @@ class KVCache:
         self._planned = None
         self.index.evict(num_pages)
 
-    def _arrays(self, changes: StepChanges, pages: Int64) -> StepPlan:
-        counts = changes.end - changes.start
-        if changes.longest == 1:
-            cu, positions = np.arange(len(counts) + 1, dtype=np.int32), changes.start
-        else:
-            cu = np.zeros(len(counts) + 1, dtype=np.int32)
-            np.cumsum(counts, out=cu[1:])
-            positions = np.arange(int(cu[-1])) + (changes.start - cu[:-1]).repeat(counts)
-        if len(pages) or self._tables.states:
-            self._planner.give(changes, pages)
-        mapping = self._planner.mapping(changes, cu, positions)
-        replays = self._no_replays
-        if changes.replaying:
-            replays = self._planner.cached_rows(changes, cu)
-            mapping[:, replays[0]] = np.where(replays[1] >= 0, -1, mapping[:, replays[0]])
-        return StepPlan(
-            changes.slots, counts, cu, changes.end.astype(np.int32), positions, mapping, *replays,
-            changes.copies, changes.state_pages, changes,
-        )  # fmt: skip
-
     def _advance(self, changes: StepChanges, end: Int64, all_stay: bool) -> tuple[Int32, Completed]:
         """Count tokens up to `end` [n] as computed; returns the pages [m, 2] to copy after the
         step, and what to publish once its tokens are known."""
@@ -850,7 +831,8 @@ class KVCache:
         if self.max_draft_tokens:
             floor = changes.end - self.max_draft_tokens
             self._floor[slots] = np.maximum(self._floor[slots], floor)
-        if self.enable_caching:
+        ends_segment = np.count_nonzero(end - self._chains.cached[slots] >= self.alignment)
+        if self.enable_caching and (ends_segment or changes.replaying):
             done = self._chains.completed(changes, end)
         effects = self._planner.commit(changes, end, done.kept, all_stay)
         if done is not NOTHING_COMPLETED:
@@ -940,7 +922,8 @@ class KVCache:
                 cached (or the lookahead of cached ones), or more than max_draft_tokens before the
                 furthest position reached.
         """
-        self._expect_tables("rollback")
+        if self._linear is not None:
+            raise _without_tables("rollback")
         slot, num_tokens = self.sequences.checked(slot), as_int("num_tokens", num_tokens, 1)
         self._expect_settled(slot)
         computed = int(self.sequences.num_computed[slot])
@@ -1118,3 +1101,8 @@ class KVCache:
     def check_invariants(self) -> None:
         """Recount everything; AssertionError if a page is leaked, shared or counted wrongly."""
         check_invariants(self)
+
+
+def _without_tables(call: str) -> ValueError:
+    expected = "a cache with tables"
+    return refusal(call, expected, "append_only=True: see `reserve`, `advance`, `publish`")

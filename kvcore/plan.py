@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .arrays import Int32, Int64
-from .tables.planner import StepChanges
+
+if TYPE_CHECKING:
+    from .tables.planner import StepChanges
 
 
 @dataclass(slots=True, eq=False)

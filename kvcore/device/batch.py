@@ -172,40 +172,37 @@ class BatchBuilder:
             raise refusal("input_ids", f"ids >= {-len(self.sampled)}", lowest)
         if rows_wanted.ndim != 1 or not ((rows_wanted >= 0) & (rows_wanted < total)).all():
             raise refusal("logits_rows", f"rows in [0, {total})", rows_wanted.tolist())
-        changes, replays = self._changes(), [plan.replay_rows, _even(plan.replay_slots)]
+        self.update_tables()
         arrays: list[np.ndarray] = [
             plan.slots,
             plan.cu_seqlens_q,
             plan.seq_lens,
-            _even(plan.slot_mapping),
             plan.slots.astype(np.int32),
             ids.astype(np.int64),  # a copy: the caller may use its own again
             plan.positions,
             rows_wanted,
-            *(replays if len(plan.replay_rows) else []),
-            *(changes if len(changes[0]) else []),
+            *plan.slot_mapping,
         ]
-        rows, cu_seqlens_q, seq_lens, slot_mapping, request_slots, *more = self._staging.send(
-            arrays
+        if len(plan.replay_rows):
+            arrays += plan.replay_rows, *plan.replay_slots
+        slots, cu_seqlens_q, seq_lens, request_slots, sent_ids, positions, rows, *more = (
+            self._staging.send(arrays)
         )
-        inputs, more = more[:3], more[3:]
-        if len(changes[0]):
-            self._apply(*more[-2:])
+        slot_mappings, replays = more[: self.num_groups], more[self.num_groups :]
         # Lists: for a few numbers numpy's reductions cost more.
         counts, max_seq_len = plan.num_new_tokens.tolist(), max(plan.seq_lens.tolist())
         attn = AttnMetadata(
             cu_seqlens_q=cu_seqlens_q,
             seq_lens=seq_lens,
-            block_tables=self.gather(rows, max_seq_len),
-            slot_mappings=slot_mapping[:, :total].unbind(0),
+            block_tables=self.gather(slots, max_seq_len),
+            slot_mappings=tuple(slot_mappings),
             max_seqlen_q=max(counts),
             max_seq_len=max_seq_len,
             num_decodes=len(counts) if max(counts) <= self._decode_tokens else counts.count(1),
             request_slots=request_slots,
-            replay_rows=more[0] if len(plan.replay_rows) else None,
-            replay_slots=more[1][:, : len(more[0])].unbind(0) if len(plan.replay_rows) else None,
+            replay_rows=replays[0] if replays else None,
+            replay_slots=tuple(replays[1:]) if replays else None,
         )
-        sent_ids, positions, rows = inputs
         sent_ids = self.token_ids(sent_ids) if lowest < 0 else sent_ids
         return Batch(sent_ids, positions, rows, attn)
 
@@ -230,22 +227,16 @@ class BatchBuilder:
         return tuple(gathered)
 
     def update_tables(self) -> None:
-        """Bring `tables` up to date outside of `build`."""
-        index, value = self._changes()
-        if len(index):
-            self._apply(*self._staging.send([index, value]))
-
-    def _changes(self) -> tuple[np.ndarray, np.ndarray]:
-        index, _ = self._kv.take_deltas()
+        """Bring `tables` up to date."""
+        cells, _ = self._kv.take_deltas()
         if len(self._stale):
-            index = np.concatenate((self._stale, index))
-        self._stale = index
-        # Repeated cells all get the present value, so their order does not matter.
-        return index, self._cells[index]
-
-    def _apply(self, index: Tensor, value: Tensor) -> None:
-        self.tables.view(-1)[index] = value
-        self._stale = self._stale[:0]
+            cells = np.concatenate((self._stale, cells))
+        self._stale = cells
+        if len(cells):
+            # Repeated cells all get the present value, so their order does not matter.
+            index, values = self._staging.send([cells, self._cells[cells]])
+            self.tables.view(-1)[index] = values
+            self._stale = cells[:0]
 
 
 def known_ids(ids: Tensor, sampled: Tensor) -> Tensor:
@@ -253,8 +244,3 @@ def known_ids(ids: Tensor, sampled: Tensor) -> Tensor:
     if not len(sampled):
         return ids
     return torch.where(ids < 0, sampled[(-1 - ids).clamp_(min=0)], ids)
-
-
-def _even(rows: np.ndarray) -> np.ndarray:
-    """Pad int64 rows to an even length, so that each starts at a multiple of 16 bytes."""
-    return rows if rows.shape[1] % 2 == 0 else np.pad(rows, ((0, 0), (0, 1)))

@@ -80,7 +80,7 @@ class Chains:
         self._tables, self._event_writer, self._counters = tables, event_writer, counters
         self.adopt = adopt
         self.layout = layout = tables.layout
-        self.alignment, self._drafts = layout.alignment, layout.drafts
+        self.alignment = layout.alignment
         self._a: Int64 = np.array(layout.alignment)
         n = sequences.max_requests
         self.cached: Int64 = np.zeros(n, dtype=np.int64)
@@ -162,20 +162,9 @@ class Chains:
         nearest: Int64 = np.minimum(end, after.min(axis=1))
         return nearest
 
-    def boundaries(
-        self, slots: Int64, start: Int64, end: Int64, longest: int
-    ) -> tuple[tuple[Int64, Int64], Int64]:
-        """((requests, boundaries) of tails that must survive a step of `slots` [n], requests that
-        may need a snapshot of their state)."""
-        snapshots = NO_ROWS
-        a, drafts = self.alignment, self._drafts
-        if not self.layout.hybrid:
-            return NONE_KEPT, NO_ROWS
-        if self._tables.states:
-            snapshots = (end % self._a < np.minimum(end - start, drafts + 1)).nonzero()[0]
-        # At most `drafts` tokens follow a boundary in so short a step: the ring keeps its tail.
-        if longest <= drafts + 1:
-            return NONE_KEPT, snapshots
+    def boundaries(self, slots: Int64, start: Int64, end: Int64) -> tuple[Int64, Int64]:
+        """(requests, boundaries) of tails that must survive a step of `slots` [n]."""
+        a, drafts = self.alignment, self.layout.drafts
         # The windows are not exact before the end of a replay.
         start = np.minimum(end, np.maximum(start, self.replays.stop[slots] - 1))
         if self._tables.states:  # no state is kept but where a step may end
@@ -183,7 +172,7 @@ class Chains:
         # The last boundary, and the last with a key, stay resumable whatever is accepted.
         ends = (end[:, None] - self._may_lack) // a * a
         always = np.concatenate([self._keep[slots], ends], axis=1)
-        return kept_boundaries(start, end, always, self.interval), snapshots
+        return kept_boundaries(start, end, always, self.interval)
 
     # When a step's rows count as computed.
 

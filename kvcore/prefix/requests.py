@@ -126,7 +126,10 @@ class Sequences:
     def feed(self, slots: Int64, start: Int64, end: Int64, tokens: Int32, first: Int32) -> None:
         """Add tokens [start, end) [n] of each request, at index `first` [n] of `tokens`, to the
         open segments; those that they complete get keys."""
-        counts, columns = end - start, self._columns(start)
+        # Columns of the open segment: the first one has the tokens below `lookahead`, too.
+        counts, columns = end - start, start % self._a
+        if self.lookahead:
+            columns = np.where(start < self._k, start, (start - self._k) % self._a + self._k)
         ending = (columns + counts >= self._width).nonzero()[0]
         if len(tokens) == len(slots):  # one each
             self._flat[slots * self._width + columns] = tokens
@@ -139,15 +142,9 @@ class Sequences:
         if len(ending) == len(slots):
             return
         counts[ending] = 0
-        which, positions = ragged_arange(start, counts)
-        source = positions + (first - start)[which]
-        self._flat[(slots * self._width)[which] + self._columns(positions)] = tokens[source]
-
-    def _columns(self, positions: Int64) -> Int64:
-        """Columns of the open segment: the first one has the tokens below `lookahead`, too."""
-        if not self.lookahead:
-            return positions % self._a
-        return np.where(positions < self._k, positions, (positions - self._k) % self._a + self._k)
+        which, column = ragged_arange(columns, counts)
+        source = tokens[column + (first - columns)[which]]
+        self._flat[(slots * self._width)[which] + column] = source
 
     def feed_one(self, slot: int, start: int, tokens: Int32) -> None:
         a, k, row = self.alignment, self.lookahead, self._open[slot]

@@ -22,6 +22,7 @@ import numpy as np
 
 from ..arrays import NO_ROWS, ONE, Int32, Int64, ragged_arange
 from ..pages import NULL, UNSHARED, UNUSED
+from ..plan import StepPlan
 from .rows import LIVE, SNAPSHOT, ClassTables, Tables
 
 NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
@@ -119,6 +120,7 @@ class StepPlanner:
         ]
         self._alignment: Int64 = np.array(self._layout.alignment)
         # Tokens that the key of a segment looks ahead, and none.
+        self._no_replays = NO_ROWS, np.empty((len(self._layout.groups), 0), dtype=np.int64)
         self._lookaheads = [np.array(k) for k in sorted({0, self._layout.lookahead})]
 
     # Plan.
@@ -258,10 +260,18 @@ class StepPlanner:
         if self._states:
             self._fill_states(changes, pages)
 
-    def mapping(self, changes: StepChanges, cu: Int32, positions: Int64) -> Int64:
-        """The slot mapping [num_groups, total] of a step that has its pages."""
-        one_each = changes.longest == 1
-        slots = changes.slots if one_each else changes.slots.repeat(changes.end - changes.start)
+    def arrays(self, changes: StepChanges, pages: Int64) -> StepPlan:
+        """Give a step its `pages`, and make the arrays that kernels need."""
+        if len(pages) or self._states:
+            self.give(changes, pages)
+        slots, counts, one_each = changes.slots, changes.end - changes.start, changes.longest == 1
+        if one_each:
+            cu, positions = np.arange(len(counts) + 1, dtype=np.int32), changes.start
+        else:
+            cu = np.zeros(len(counts) + 1, dtype=np.int32)
+            np.cumsum(counts, out=cu[1:])
+            positions = np.arange(int(cu[-1])) + (changes.start - cu[:-1]).repeat(counts)
+            slots = slots.repeat(counts)
         mapping: Int64 = self._tables.offset.take(slots, axis=1)
         mapping += positions
         for state in self._states:
@@ -278,11 +288,18 @@ class StepPlanner:
                 beyond = changes.end[new.requests] - new.unwritten
                 mapping[tables, ragged_arange(new.unwritten + shift[new.requests], beyond)[1]] = -1
             owners, first = new.requests[new.which], new.blocks * table.size
-            counts = np.minimum(changes.end[owners] - first, table.size)
-            which, rows = ragged_arange(first + shift[owners], counts)
+            lengths = np.minimum(changes.end[owners] - first, table.size)
+            which, rows = ragged_arange(first + shift[owners], lengths)
             offset = new.pages * table.size - (first + shift[owners])
             mapping[tables, rows] = offset[:, which] + rows
-        return mapping
+        replays = self._no_replays
+        if changes.replaying:
+            replays = self.cached_rows(changes, cu)
+            mapping[:, replays[0]] = np.where(replays[1] >= 0, -1, mapping[:, replays[0]])
+        return StepPlan(
+            changes.slots, counts, cu, changes.end.astype(np.int32), positions, mapping, *replays,
+            changes.copies, changes.state_pages, changes,
+        )  # fmt: skip
 
     def _fill_states(self, changes: StepChanges, pages: Int64) -> None:
         """Give `pages` to the states; those that start do so from their snapshot, or page 0."""

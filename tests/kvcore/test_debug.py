@@ -107,17 +107,17 @@ def test_tokens_that_are_not_the_prompts_are_named():
 def test_a_plan_that_writes_page_0_is_named(name, monkeypatch):
     kv = cache()
     slot = kv.admit("a", kv.match([1] * 9))
-    fill = kv._planner.mapping
+    arrays = kv._planner.arrays
 
-    def broken(step, *args):
-        mapping = fill(step, *args)
+    def broken(*args):
+        plan = arrays(*args)
         if name == "slot_mapping":
-            mapping[0, 3] = 3
+            plan.slot_mapping[0, 3] = 3
         else:
-            getattr(step, name)[:, -1] = 0
-        return mapping
+            getattr(plan, name)[:, -1] = 0
+        return plan
 
-    monkeypatch.setattr(kv._planner, "mapping", broken)
+    monkeypatch.setattr(kv._planner, "arrays", broken)
     with pytest.raises(AssertionError, match="page 0"):
         kv.plan([slot], [9])
 
