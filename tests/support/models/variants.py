@@ -6,11 +6,13 @@ Triton's own launcher specialises each launch, for a driver that says it is sm_9
 import random
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 
 from quire.kernels.common import checks, launching
+from quire.kvcore.device import batch
 
 SMS = 132
 # Long enough for every block of a top-k, with entries of 4 tokens.
@@ -53,6 +55,7 @@ def pretend():
     """Kernels that do not run leave zeros, and tensors of a CPU are taken for those of a GPU of 132 SMs."""
     launching.INTERPRETER_SMS = SMS
     checks.is_readable = lambda tensor: False
+    batch.Staging = partial(batch.Staging, packed=True)
     torch.empty_like = lambda x, **more: torch.zeros_like(x, **more)
     torch.empty = lambda *shape, pin_memory=False, **more: torch.zeros(*shape, **more)
     torch.Tensor.new_empty = lambda x, *shape, **more: x.new_zeros(*shape, **more)
