@@ -1,11 +1,9 @@
-"""A stand-in for CUDA graphs on a CPU: what a capture forbids is refused, and a replay repeats what was captured and nothing else.
+"""A stand-in for CUDA graphs on a CPU.
 
-Between the beginning and the end of a capture every torch operation is written down with its tensors and its numbers. A replay runs these
-operations again on the same memory, without any of the Python around them: a number, a decision or an address that Python takes in each
-step is, in a replay, that of the capture, and shows in the output. Kernels are operations as a whole.
-
-What a capture makes lives in a pool that graphs share: all of it is poison before a replay of any graph. Other tensors are read by
-address, which does not keep them alive: a replay is refused once one of them is gone.
+A capture refuses what a CUDA graph cannot hold. A replay does the work again, and must do what was
+captured: the same operations, with the same numbers, on the same memory of tensors that the capture
+did not make. Kernels are operations as a whole. What captures make lives in a pool that graphs
+share: all of it is poison before a replay of any graph.
 """
 
 import warnings
@@ -13,7 +11,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -27,12 +24,22 @@ from quire.models.layers import attention, moe
 
 KERNELS = [
     (api, "paged_attention"), (api, "sliding_window_attention"), (attention, "write_kv"),
-    *((v4_attention, name) for name in ("write_latent", "copy_overlap", "compress", "index_topk", "compressed_attention")),
-    (sampler, "sample_tokens"), (device_drafter, "sample_tokens"), (moe, "expert_mlp"), (v4_model, "expert_mlp"),
+    (v4_attention, "write_latent"), (v4_attention, "copy_overlap"), (v4_attention, "compress"),
+    (v4_attention, "index_topk"), (v4_attention, "compressed_attention"),
+    (sampler, "sample_tokens"), (device_drafter, "sample_tokens"),
+    (moe, "expert_mlp"), (v4_model, "expert_mlp"),
 ]  # fmt: skip
 ON_HOST = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 FROM_HOST = ("tensor", "as_tensor", "from_numpy")
-SHAPES_FROM_VALUES = ("nonzero", "unique", "masked_select", "local_scalar", "equal", "is_nonzero", "bincount")  # fmt: skip
+SHAPES_FROM_VALUES = (
+    "nonzero",
+    "unique",
+    "masked_select",
+    "local_scalar",
+    "equal",
+    "is_nonzero",
+    "bincount",
+)
 
 
 class NotCapturable(Exception):
@@ -42,15 +49,16 @@ class NotCapturable(Exception):
 def forbidden(op, args, kwargs) -> str | None:
     """The name of an operation that waits for the device or whose shapes depend on values."""
     name = op._schema.name.removeprefix("aten::")
-    masks = name.startswith("index") and any(
-        i is not None and i.dtype == torch.bool for i in (args[1] if isinstance(args[1], (list, tuple)) else [])
-    )  # fmt: skip
+    indices = args[1] if name.startswith("index") and isinstance(args[1], list | tuple) else []
+    masks = any(i is not None and i.dtype == torch.bool for i in indices)
     counts = name == "repeat_interleave" and kwargs.get("output_size") is None
     return name if masks or counts or any(n in name for n in SHAPES_FROM_VALUES) else None
 
 
 class Waits(TorchDispatchMode):
-    """Keeps the names of operations that wait for the device. monkeypatch: to see copies from and to the host too."""
+    """Keeps the names of operations that wait for the device. monkeypatch: to see copies from and
+    to the host too.
+    """
 
     def __init__(self, monkeypatch=None):
         super().__init__()
@@ -83,60 +91,54 @@ class Waits(TorchDispatchMode):
         return call
 
 
-class Graph(TorchDispatchMode):
-    """One capture. made: the tensors whose memory it took."""
+class Recording(TorchDispatchMode):
+    """One run of the work of a graph.
+
+    Attributes:
+        made: the tensors whose memory it took.
+        done: operations with their arguments, tensors as `_Tensor`.
+        inside: True in a kernel.
+    """
 
     def __init__(self):
         super().__init__()
-        self.made, self.inside, self._work = [], False, []  # inside: a kernel
+        self.made, self.done, self.inside, self._own = [], [], False, {}
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if not self.inside and (found := forbidden(op, args, kwargs)):
+            raise NotCapturable(found)
         if self.inside:
             return op(*args, **kwargs)
-        if found := forbidden(op, args, kwargs):
-            raise NotCapturable(found)
         return self._run(op, args, kwargs, writes=op._schema.is_mutable)
 
-    def kernel(self, function, *args, **kwargs):
-        """Runs a function as one operation."""
+    def kernel(self, name, function, *args, **kwargs):
+        """Run a function as one operation."""
         if self.inside:
             return function(*args, **kwargs)
         self.inside = True
         try:
-            return self._run(function, args, kwargs, writes=True)
+            return self._run(function, args, kwargs, writes=True, name=name)
         finally:
             self.inside = False
 
-    def _run(self, op, args, kwargs, *, writes):
+    def _run(self, op, args, kwargs, *, writes, name=None):
+        given = tree_map_only(torch.Tensor, self._described, (args, kwargs))
         out = op(*args, **kwargs)
-        given = {_place(t) for t in _tensors((args, kwargs))}
-        results = _tensors(out)
-        fresh = [i for i, t in enumerate(results) if t.numel() and _place(t) not in given]
-        self.made += [results[i] for i in fresh]
-        if "empty" not in getattr(op, "__name__", "") and (writes or fresh):
-            self._work.append((op, args, kwargs, {i: results[i] for i in fresh}))
+        known = {*map(_place, _tensors((args, kwargs)))} | self._own.keys()
+        fresh = [t for t in _tensors(out) if t.numel() and _place(t) not in known]
+        for tensor in fresh:
+            self._own[_place(tensor)] = len(self._own)
+        self.made += fresh
+        if writes or fresh:  # else a view
+            self.done.append((name or op, given))
         return out
 
-    def forget_outside(self):
-        """After the capture: of tensors that it did not make, only the address is known."""
-        own = {_place(tensor) for tensor in self.made}
-
-        def by_address(tensor):
-            return tensor if _place(tensor) in own or not tensor.numel() else Outside(tensor)
-
-        self._work = [
-            (op, *tree_map_only(torch.Tensor, by_address, given), kept)
-            for op, *given, kept in self._work
-        ]
-
-    @torch.inference_mode()
-    def replay(self):
-        for op, *arguments, kept in self._work:
-            args, kwargs = tree_map_only(Outside, Outside.tensor, arguments)
-            new = _tensors(op(*args, **kwargs))
-            for i, tensor in kept.items():
-                tensor.copy_(new[i])
+    def _described(self, tensor):
+        """Memory and view of a tensor; memory of its own is counted."""
+        place = _place(tensor)
+        where = ("made", self._own[place]) if place in self._own else place
+        return where, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
 
     @torch.inference_mode()
     def poison(self):
@@ -145,21 +147,6 @@ class Graph(TorchDispatchMode):
                 tensor.fill_(float("nan"))
             elif tensor.dtype != torch.bool:
                 tensor.fill_(-(2**30) if tensor.dtype.itemsize >= 4 else 7)
-
-
-class Outside:
-    """A tensor by its address."""
-
-    def __init__(self, tensor):
-        self._storage = StorageWeakRef(tensor.untyped_storage())
-        self._dtype = tensor.dtype
-        self._view = tensor.storage_offset(), tensor.shape, tensor.stride()
-
-    def tensor(self):
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        if storage is None:
-            raise NotCapturable("memory of a tensor that is gone")
-        return torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
 
 
 class Captures:
@@ -171,19 +158,25 @@ class Captures:
     def __call__(self, work):
         for _ in range(graphs.WARM_UP_RUNS):
             work()
-        graph = Graph()
-        with _capturing(graph), graph:
-            work()
-        graph.forget_outside()
-        self.graphs.append(graph)
+        captured, number = recorded(work), len(self.graphs)
+        self.graphs.append(captured)
 
         def replay():
             self.num_replays += 1
             for other in self.graphs:
                 other.poison()
-            graph.replay()
+            self.graphs[number] = again = recorded(work)
+            assert again.done == captured.done
 
         return replay
+
+
+def recorded(work):
+    """The `Recording` of a run of ``work``."""
+    recording = Recording()
+    with _capturing(recording), recording:
+        work()
+    return recording
 
 
 @contextmanager
@@ -196,13 +189,13 @@ def _capturing(graph):
 
         return call
 
-    def kernel(original):
-        return lambda *args, **kwargs: graph.kernel(original, *args, **kwargs)
+    def kernel(name, original):
+        return lambda *args, **kwargs: graph.kernel(name, original, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "is_readable", lambda tensor: graph.inside and tensor.is_cpu)
         for module, name in KERNELS:
-            patch.setattr(module, name, kernel(getattr(module, name)))
+            patch.setattr(module, name, kernel(name, getattr(module, name)))
         for owner, names in ((torch.Tensor, ON_HOST), (torch, FROM_HOST)):
             for name in names:
                 patch.setattr(owner, name, on_host(name, getattr(owner, name)))
