@@ -191,6 +191,7 @@ def test_pages_that_must_stay_available_refuse_a_request_and_change_nothing():
     assert isinstance(out, OutOfPages) and out.needed == every > out.free + out.evictable
     assert digest(kv) == before and kv.num_free_slots == 3
     most = out.free + out.evictable
+    assert isinstance(kv.admit("b", match, least=most + 1), OutOfPages)
     slot = kv.admit("b", match, least=most)
     assert kv.num_free_pages + kv.num_evictable_pages == most
     assert isinstance(kv.reserve(slot, 22, least=most + 1), OutOfPages)
