@@ -137,14 +137,17 @@ def token_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
     return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
-def common_keys(config: ModelConfig, architecture: str) -> dict[str, Any]:
+def common_keys(config: ModelConfig) -> dict[str, Any]:
+    """Keys that every family writes; the reverse of `TextKeys` and `LayeredKeys`."""
     names = (
         "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings",
         "rms_norm_eps", "bos_token_id", "attention_bias", "tie_word_embeddings",
     )  # fmt: skip
-    shape = config.sliding or config.full
-    return {name: getattr(config, name) for name in names} | {
-        "architectures": [architecture],
+    shape, keys = config.full, {name: getattr(config, name) for name in names}
+    if config.sliding is not None:
+        shape = config.sliding
+        keys |= {"layer_types": list(config.layer_types), "sliding_window": shape.sliding_window}
+    return keys | {
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
@@ -152,12 +155,4 @@ def common_keys(config: ModelConfig, architecture: str) -> dict[str, Any]:
         "rope_parameters": write_rope(config.full.rope),
         "eos_token_id": list(config.eos_token_ids),
         "pad_token_id": 0,
-    }
-
-
-def layer_keys(config: ModelConfig) -> dict[str, Any]:
-    assert config.sliding is not None
-    return {
-        "layer_types": list(config.layer_types),
-        "sliding_window": config.sliding.sliding_window,
     }

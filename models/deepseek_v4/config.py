@@ -222,51 +222,6 @@ def layer_types_of(compress_ratios: Sequence[int]) -> tuple[str, ...]:
     return tuple(known[ratio] for ratio in compress_ratios)
 
 
-_ROPE = RopeConfig("default", 1e4)
-# Cosines and sines are not scaled.
-_YARN = RopeConfig(
-    "yarn", 1.6e5, factor=16.0, original_max_position_embeddings=65536, attention_factor=1.0
-)
-
-
-def _released(name: str, ratios: Sequence[int], **sizes: Any) -> DeepseekV4Config:
-    """A released model; ratios: of the trunk's layers."""
-    mlp_layer_types = (HASH_MOE,) * 3 + (MOE,) * (len(ratios) - 3)
-    return DeepseekV4Config(
-        name=name, layer_types=layer_types_of(ratios), mlp_layer_types=mlp_layer_types,
-        rope=_ROPE, compress_rope=_YARN, **sizes,
-    )  # fmt: skip
-
-
-# fmt: off
-_FLASH = _released("deepseek-v4-flash", [0, 0, *[4, 128] * 20, 4])
-_PRO = _released(
-    "deepseek-v4-pro", [128, 128, *[4, 128] * 29, 4], hidden_size=7168, num_heads=128,
-    q_lora_rank=1536, o_groups=16, index_topk=1024, num_experts=384, moe_intermediate_size=3072,
-    routed_scaling_factor=2.5,
-)
-# Small enough for every rule to matter: the clamp fires, top-k selects, both compressed kinds come
-# twice. With fewer than 8 index heads, exact zeros tie often enough to make the selection depend on
-# the order of operations.
-_TINY = DeepseekV4Config(
-    name="deepseek-v4-tiny", vocab_size=BYTE_VOCAB, hidden_size=64,
-    layer_types=(SLIDING, SLIDING, CSA, HCA, CSA, HCA),
-    mlp_layer_types=(HASH_MOE,) * 2 + (MOE,) * 4, num_heads=4, head_dim=32, rope_dim=8,
-    q_lora_rank=24, o_groups=2, o_lora_rank=16, sliding_window=16, hca_ratio=8, index_num_heads=16,
-    index_head_dim=16, index_topk=4, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48,
-    swiglu_limit=1.0, rope=_ROPE, compress_rope=replace(_YARN, original_max_position_embeddings=64),
-    max_position_embeddings=4096,
-)
-# Few layers, with the head sizes that the quantized cache layout is for.
-_SMALL = replace(
-    _TINY, name="deepseek-v4-small", head_dim=512, rope_dim=64, num_heads=2, o_groups=1,
-    index_head_dim=128, index_num_heads=8, layer_types=(SLIDING, CSA, HCA),
-    mlp_layer_types=(MOE,) * 3,
-)
-# fmt: on
-CONFIGS = {config.name: config for config in (_FLASH, _PRO, _TINY, _SMALL)}
-
-
 @dataclass(frozen=True)
 class DeepseekV4Quantization:
     quant_method: only("fp8") = None
@@ -443,7 +398,6 @@ def to_hf(config: DeepseekV4Config) -> dict[str, Any]:
     dspark = {} if config.dspark is None else asdict(config.dspark)
     dspark.pop("num_stages", None)
     return _sizes(config) | {
-        "architectures": ["DeepseekV4ForCausalLM"],
         "num_hidden_layers": config.num_layers,
         "num_nextn_predict_layers": config.num_mtp_layers,
         "layer_types": list(config.layer_types),
@@ -465,3 +419,36 @@ def to_hf(config: DeepseekV4Config) -> dict[str, Any]:
         **partial,
         **{f"dspark_{key}": value for key, value in dspark.items()},
     }
+
+
+_RELEASED = {
+    "model_type": MODEL_TYPE,
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
+}
+_FLASH = from_hf(_RELEASED | {"compress_ratios": [0, 0, *[4, 128] * 20, 4, 0]}, "deepseek-v4-flash")
+# fmt: off
+_PRO = from_hf(_RELEASED | {
+    "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0], "num_hidden_layers": 61,
+    "hidden_size": 7168, "num_attention_heads": 128, "q_lora_rank": 1536, "o_groups": 16, "index_topk": 1024,
+    "n_routed_experts": 384, "moe_intermediate_size": 3072, "routed_scaling_factor": 2.5,
+}, "deepseek-v4-pro")
+# Small enough for every rule to matter: the clamp fires, top-k selects, both compressed kinds come
+# twice. With fewer than 8 index heads, exact zeros tie often enough to make the selection depend on
+# the order of operations.
+_TINY = replace(
+    _FLASH, name="deepseek-v4-tiny", vocab_size=BYTE_VOCAB, hidden_size=64,
+    layer_types=(SLIDING, SLIDING, CSA, HCA, CSA, HCA),
+    mlp_layer_types=(HASH_MOE,) * 2 + (MOE,) * 4, num_heads=4, head_dim=32, rope_dim=8,
+    q_lora_rank=24, o_groups=2, o_lora_rank=16, sliding_window=16, hca_ratio=8, index_num_heads=16,
+    index_head_dim=16, index_topk=4, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48,
+    swiglu_limit=1.0, max_position_embeddings=4096,
+    compress_rope=replace(_FLASH.compress_rope, original_max_position_embeddings=64),
+)
+# Few layers, with the head sizes that the quantized cache layout is for.
+_SMALL = replace(
+    _TINY, name="deepseek-v4-small", head_dim=512, rope_dim=64, num_heads=2, o_groups=1,
+    index_head_dim=128, index_num_heads=8, layer_types=(SLIDING, CSA, HCA),
+    mlp_layer_types=(MOE,) * 3,
+)
+# fmt: on
+CONFIGS = {config.name: config for config in (_FLASH, _PRO, _TINY, _SMALL)}

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import fields
 from ..config.fields import only, read_fields, read_object
-from ..config.keys import LayeredKeys, common_keys, layer_keys, read_rope, write_rope
+from ..config.keys import LayeredKeys, common_keys, read_rope, write_rope
 from ..config.model import FULL, SLIDING, AttentionConfig, ModelConfig, RopeConfig
 from .gemma import Gemma
 from .registry import Family, register_family
@@ -40,18 +40,13 @@ class GemmaKeys(LayeredKeys):
         return {"sliding": window, "full": self.attention(full)}
 
 
-def keys_of_both(config: ModelConfig, architecture: str) -> dict[str, Any]:
-    assert config.sliding is not None
+def keys_of_both(config: ModelConfig) -> dict[str, Any]:
     ropes = {SLIDING: config.sliding.rope, FULL: config.full.rope}
-    return (
-        common_keys(config, architecture)
-        | layer_keys(config)
-        | {
-            "rope_parameters": {kind: write_rope(rope) for kind, rope in ropes.items()},
-            "final_logit_softcapping": config.final_logit_softcapping,
-            "hidden_activation": "gelu_pytorch_tanh",
-        }
-    )
+    return common_keys(config) | {
+        "rope_parameters": {kind: write_rope(rope) for kind, rope in ropes.items()},
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +81,8 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    more = {
-        "query_pre_attn_scalar": config.query_pre_attn_scalar,
-        "attn_logit_softcapping": None,
-    }
-    return keys_of_both(config, "Gemma3ForCausalLM") | more
+    more = {"query_pre_attn_scalar": config.query_pre_attn_scalar, "attn_logit_softcapping": None}
+    return keys_of_both(config) | more
 
 
 _GEMMA3N = "of Gemma-3n, AltUp streams, LAuReL blocks and activation sparsity are not supported"

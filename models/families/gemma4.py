@@ -119,7 +119,7 @@ def _full_shapes(keys: Gemma4Keys, layer_types: Sequence[str]) -> dict[str, Any]
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    return keys_of_both(config, "Gemma4ForCausalLM") | {
+    return keys_of_both(config) | {
         "global_head_dim": config.full.head_dim,
         "num_global_key_value_heads": config.full.num_kv_heads,
         "attention_k_eq_v": config.full.k_eq_v,

@@ -16,7 +16,7 @@ from quire.kernels import combine_experts, expert_mlp, route_tokens
 
 from ..config import fields
 from ..config.fields import only, read_fields
-from ..config.keys import LayeredKeys, common_keys, layer_keys, read_rope
+from ..config.keys import LayeredKeys, common_keys, read_rope
 from ..config.model import ModelConfig, MoEConfig
 from ..layers.basic import Linear, WeightPlacement, linear_fp32
 from ..loading.random_weights import draw
@@ -82,7 +82,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_local_experts": config.moe.num_experts,
         "num_experts_per_tok": config.moe.top_k,
     }
-    return common_keys(config, "GptOssForCausalLM") | layer_keys(config) | SWIGLU | more
+    return common_keys(config) | SWIGLU | more
 
 
 class Experts(nn.Module):

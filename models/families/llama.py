@@ -57,7 +57,7 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Write config.json."""
     more = {"hidden_act": "silu", "mlp_bias": False}
-    return common_keys(config, "LlamaForCausalLM") | more
+    return common_keys(config) | more
 
 
 class Llama(Decoder):

@@ -71,7 +71,7 @@ def load_model(
             here. "keep" = in every forward pass, layer by layer or for the experts of a step.
             "auto" = kept only if the dequantized model would fill more than 80 % of the free
             memory. On a GPU it also keeps gpt-oss's experts, which the kernel reads as stored.
-        group: the ranks; this one reads its part only. None = the whole model.
+        group: the ranks; this one keeps its part only. None = the whole model.
 
     Raises:
         ValueError: tensors that are missing, unexpected, duplicated, without scales or of another

@@ -55,7 +55,8 @@ ONE_MODEL = "quire/model"  # key in the store
 LONGEST_WAIT = datetime.timedelta(days=1)  # for a message; then the channel waits again
 SECONDS_TO_END = 5.0  # of all processes together, until they are killed
 NUM_SAMPLES, SAMPLE = 64, 4096  # of a file of weights; bytes of each
-SECONDS_TO_KNOW = 3.0  # until the heartbeat knows why a call failed
+# After a call has failed: silence of a rank that is dead then, and until the heartbeat knows.
+SILENT_AFTER_ERROR, SECONDS_TO_KNOW = 2.0, 4.0
 
 
 class Ranks:
@@ -117,6 +118,7 @@ class Ranks:
         except BaseException as error:
             if isinstance(error, dist.DistError) or type(error) is RuntimeError:
                 # gloo raises RuntimeError. The heartbeat may notice the reason later.
+                self.heartbeat.timeout = min(self.heartbeat.timeout, SILENT_AFTER_ERROR)
                 until = time.monotonic() + SECONDS_TO_KNOW
                 while not self.heartbeat.verdict and time.monotonic() < until:
                     time.sleep(0.01)

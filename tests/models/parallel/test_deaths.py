@@ -3,6 +3,7 @@
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -85,6 +86,39 @@ def test_each_rank_that_is_killed_or_stopped(phase):
     for (_, rank), (status, text) in said.items():
         assert f"rank {rank} died: " in text
         assert status == (NAMED if rank == 1 else EXITED)
+
+
+OWN = """
+import sys
+import torch.distributed as dist
+from quire.models import LLM, EngineConfig, RankError, SamplingParams
+port, rank = sys.argv[1:]
+dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=2)
+llm = LLM("llama-tiny", engine=EngineConfig(num_pages=100, tensor_parallel_size=2), device="cpu")
+print("ready", flush=True)
+params = SamplingParams(max_tokens=200, ignore_eos=True)
+try:
+    while True:
+        llm.generate([[5, 6, 7], [8, 9]], params, progress=False)
+except RankError as error:
+    print(error)
+"""
+
+
+def test_a_rank_of_another_launcher_is_killed_in_a_step():
+    """Its process is not rank 0's: a collective fails, and then silence says which rank it is."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-c", OWN, port]
+    first, other = (
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    )
+    assert first.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    other.kill()
+    assert first.communicate(timeout=60)[0].startswith("rank 1 died: nothing was heard")
+    other.communicate()
 
 
 @pytest.fixture
