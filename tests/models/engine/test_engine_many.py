@@ -201,7 +201,7 @@ def of_host(host_pages, **more):
 
 SMALL = {"num_pages": 34, "max_num_seqs": 8, "max_num_batched_tokens": 24}
 AHEAD = {"async_scheduling": True}
-OF_A_REQUEST = {"match": 0.1, "propose": 0.2, "append": 0.005, "text": 0.005}  # share that fails
+OF_A_REQUEST = {"match": 0.1, "propose": 1, "append": 0.005, "text": 0.005}  # share that fails
 CASES = {
     "plain": Case(),
     "drafts": Case(drafts=3, settings={"decode_graphs": True}),
@@ -217,6 +217,11 @@ CASES = {
     "no token, a step ahead": Case(80, 0, "logits", AHEAD),
     "no token, host memory": Case(160, 0, "logits", of_host(300)),
 }  # fmt: skip
+
+
+def is_doomed(request):
+    """True if the drafter fails for a request, or an output of it."""
+    return int(request.request_id) % 7 == 3
 
 
 def disturb(engine, what, rng, monkeypatch):
@@ -237,7 +242,10 @@ def disturb(engine, what, rng, monkeypatch):
     work, share = getattr(owner, name), OF_A_REQUEST.get(what, 0.27)
 
     def flaky(*args, **more):
-        if not engine._is_stepping or rng.random() > share:
+        is_due = rng.random() < share
+        if what == "propose":  # each call for one of these, alone or beside others
+            is_due = any(is_doomed(request) for request in args[0])
+        if not (engine._is_stepping and is_due):
             return work(*args, **more)
         failed.append(args)
         if what in OF_A_REQUEST:
@@ -348,7 +356,10 @@ def test_many_requests_equal_each_alone(name, monkeypatch):
         assert reasons["nan"] > 8
     elif case.fails in OF_A_REQUEST:
         assert failed == 0 and 0 < reasons["error"] <= len(disturbed)
-        assert all(isinstance(o.error.__cause__, KeyError) for o in outputs if o.error)
+        for output in outputs:
+            assert output.error is None or isinstance(output.error.__cause__, KeyError)
+            if case.fails == "propose" and is_doomed(output):
+                assert len(output.token_ids) <= 1  # no draft is asked for before the first token
     elif case.fails == "copy":
         assert Counter(direction for _, direction, *_ in disturbed).keys() == {
             "to_host",

@@ -75,12 +75,11 @@ def write(path: Path, model, kind: str = "F32") -> dict[str, torch.Tensor]:
             value = value.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).reshape(value.shape)
         quant = gguf.GGMLQuantizationType[kind if value.ndim == 2 else "F32"]
         if quant.name in ("Q4_K", "Q5_K", "Q6_K"):
-            packed, known = k_blocks(quant.name, value.shape)
+            packed = k_blocks(quant, value.shape)
         else:
             packed = gguf.quantize((value + one).numpy(), quant)
-            known = gguf.dequantize(packed, quant)
         writer.add_tensor(names.get_name(module) + ".weight", packed, raw_dtype=quant)
-        value = torch.from_numpy(known) - one
+        value = torch.from_numpy(gguf.dequantize(packed, quant)) - one
         if num_heads:
             value = value.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(value.shape)
         dequantized[name] = value
@@ -91,39 +90,16 @@ def write(path: Path, model, kind: str = "F32") -> dict[str, torch.Tensor]:
     return dequantized
 
 
-def k_blocks(kind: str, shape: torch.Size) -> tuple[np.ndarray, np.ndarray]:
-    """Random blocks of 256 values by the layout that ggml's ``ggml-common.h`` documents, and the values themselves; the package does not write them."""
-    rng, num = np.random.default_rng(0), shape.numel() // 256
-    d = (rng.random((num, 1)) * 2e-4 + 2e-4).astype(np.float16)
-    if kind == "Q6_K":
-        codes, scale = rng.integers(0, 64, (num, 2, 4, 32)), rng.integers(-40, 40, (num, 16))
-        low, high = codes & 15, codes >> 4
-        parts = [
-            low[:, :, :2] | low[:, :, 2:] << 4,
-            high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6,
-        ]
-        parts = [*(part.reshape(num, -1).astype(np.uint8) for part in parts)]
-        parts += [scale.astype(np.int8).view(np.uint8), d.view(np.uint8)]
-        values = (codes.reshape(num, 16, 16) - 32.0) * (scale * d.astype(float))[..., None]
-    else:
-        codes = rng.integers(0, 32 if kind == "Q5_K" else 16, (num, 4, 2, 32))
-        scale, least = rng.integers(0, 64, (2, num, 8))
-        dmin = (d * codes.mean()).astype(np.float16)
-        six = [
-            scale[:, :4] | scale[:, 4:] >> 4 << 6,
-            least[:, :4] | least[:, 4:] >> 4 << 6,
-            scale[:, 4:] & 15 | (least[:, 4:] & 15) << 4,
-        ]
-        fifth = (codes.reshape(num, 8, 32) >> 4) << np.arange(8)[:, None]
-        nibbles = codes[:, :, 0] & 15 | (codes[:, :, 1] & 15) << 4
-        parts = [d.view(np.uint8), dmin.view(np.uint8), np.concatenate(six, 1).astype(np.uint8)]
-        if kind == "Q5_K":
-            parts.append(fifth.sum(1).astype(np.uint8))
-        parts.append(nibbles.reshape(num, -1).astype(np.uint8))
-        d, dmin = d.astype(float), dmin.astype(float)
-        values = (scale * d)[..., None] * codes.reshape(num, 8, 32) - (least * dmin)[..., None]
-    packed = np.concatenate(parts, 1).reshape(shape[0], -1)
-    return packed, values.reshape(shape).astype(np.float32)
+def k_blocks(quant: gguf.GGMLQuantizationType, shape: torch.Size) -> np.ndarray:
+    """Random blocks of 256 values of a kind that the package reads and does not write."""
+    size, num_bytes = gguf.GGML_QUANT_SIZES[quant]
+    blocks = np.random.default_rng(0).integers(0, 256, (shape.numel() // size, num_bytes), np.uint8)
+    if quant.name == "Q6_K":
+        scales, at = [1e-4], slice(-2, None)
+    else:  # of the values, and of what is subtracted: half of the largest value
+        scales, at = [3e-4, 3e-4 * (15 if quant.name == "Q5_K" else 7)], slice(0, 4)
+    blocks[:, at] = np.array(scales, np.float16).view(np.uint8)
+    return blocks.reshape(shape[0], -1)
 
 
 def make(case: str, kind: str = "F32"):
