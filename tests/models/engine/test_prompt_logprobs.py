@@ -6,14 +6,10 @@ import pytest
 import torch
 
 from quire.models.engine import memory
-from quire.models.engine.engine import Engine, EngineConfig
-from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
-from tests.models.engine.test_async import Careless
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
 from tests.support.models.few import few
 from tests.support.models.tolerance import tolerance
-from tests.support.models.toy import ToyModel, finish
 
 TOP = 3
 WANTED = {"prompt_logprobs": TOP}
@@ -74,20 +70,3 @@ def test_in_chunks_beside_others_and_where_a_hit_was_possible(model, budget, max
     # No row is scored twice, and a step has as many as fit.
     assert sum(counts) == 68 + 39 + 89 + 1
     assert max_rows == 400 or max(counts) == max_rows
-
-
-def test_those_of_a_step_with_bad_rows_are_dropped():
-    """The second step, a step ahead of NaN, gives wrong logits; its requests begin anew."""
-    ids, engines = [5, 9] * 24, []
-    for model in (Careless(), ToyModel()):
-        config = EngineConfig(
-            num_pages=300, max_num_seqs=4, max_num_batched_tokens=48, async_scheduling=True
-        )
-        engine = Engine(model, config)
-        engine.add_request(ids, SamplingParams(4), request_id="bad")
-        engine.add_request([*ids, 8, 7], SamplingParams(4, **WANTED), request_id="a")
-        engines.append({o.request_id: o for o in finish(engine)})
-    spoiled, clean = engines
-    assert (spoiled["bad"].finish_reason, spoiled["a"].num_cached_tokens) == ("nan", 0)
-    assert len(spoiled["a"].prompt_logprobs) == 50
-    assert spoiled["a"].prompt_logprobs == clean["a"].prompt_logprobs
