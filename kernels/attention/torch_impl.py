@@ -94,7 +94,6 @@ def _reads(
 ) -> list[Batch]:  # fmt: skip
     """Read and check lengths and page ids."""
     lengths, bounds = read_batch(seq_lens, cu_seqlens_q, num_tokens)
-    q_lens = [last - first for first, last in pairwise(bounds)]
     width = block_table.shape[1]
     if window is not None:
         expect_ring(width, block_size, window, lengths, bounds, paged_context)
@@ -174,14 +173,19 @@ def _reads(
             masks.append((slice(0, end - window - lowest), _hidden(query - key >= window)))
         return QueryBlock(slice(start, stop), slice(lowest - low, end - low), masks, None)
 
-    single = [s for s, q_len in enumerate(q_lens) if q_len == 1]
+    single, longer = [], []
+    for s, (first, last) in enumerate(pairwise(bounds)):
+        if last - first == 1:
+            single.append(s)
+        elif last > first:
+            longer.append(s)
     most = max(
         1, MAX_GATHERED_KEYS // max(1, min(window or MAX_GATHERED_KEYS, max(lengths, default=1)))
     )
-    batches = [
-        one_token_each(single[start : start + most]) for start in range(0, len(single), most)
-    ]
-    return batches + [chunk(s) for s, q_len in enumerate(q_lens) if q_len > 1]
+    batches = []
+    for start in range(0, len(single), most):
+        batches.append(one_token_each(single[start : start + most]))
+    return batches + list(map(chunk, longer))
 
 
 @torch.no_grad()
@@ -229,30 +233,24 @@ def _rows(
     new: torch.Tensor | None,
     batch: Batch,
 ) -> torch.Tensor:
-    """Keys or values of a batch, [B, num_kv_heads, S, head_dim]."""
+    """Keys or values of a batch, [B, num_kv_heads, S, head_dim]; those of e4m3 pages as fp32."""
     if new is not None and not batch.page.numel():
         rows = new[batch.tokens].to(new.dtype if scale is None else torch.float32)
         return rows.transpose(0, 1)[None]
-    rows = _pages(pages, scale, batch.page)
+    page = batch.page.flatten()
+    if scale is None:
+        rows = pages.index_select(0, page)  # several times as fast as an index on a CPU
+    else:
+        values = pages.view(torch.uint8).index_select(0, page).view(pages.dtype)
+        is_of_rows = isinstance(scale, torch.Tensor) and scale.dim() == 3
+        rows = e4m3.dequantize(values, scale[page] if is_of_rows else scale)
+    rows = rows.unflatten(0, batch.page.shape)
     flat = rows.flatten(0, 2)
     if new is not None:
         flat.index_copy_(0, batch.new, new[batch.tokens].to(rows.dtype))
     if batch.unseen is not None:  # rows of others must not turn a weight of 0 into NaN
         flat.index_fill_(0, batch.unseen, 0)
     return rows.flatten(1, 2)[:, batch.rows].transpose(1, 2)
-
-
-def _pages(
-    pages: torch.Tensor, scale: float | torch.Tensor | None, page: torch.Tensor
-) -> torch.Tensor:
-    """Pages [..., block_size, num_kv_heads, head_dim] by id [...]; those of e4m3 as fp32."""
-    # Several times as fast as an index on a CPU.
-    if scale is None:
-        return pages.index_select(0, page.flatten()).view(*page.shape, *pages.shape[1:])
-    values = pages.view(torch.uint8).index_select(0, page.flatten()).unflatten(0, page.shape)
-    if isinstance(scale, torch.Tensor) and scale.dim() == 3:
-        scale = scale[page]
-    return e4m3.dequantize(values.view(pages.dtype), scale)
 
 
 def _attend(
@@ -264,7 +262,8 @@ def _attend(
     """
     batch, num_kv_heads, _, head_dim = keys.shape
     queries = call.q[block.tokens].to(keys.dtype)
-    queries = queries.view(batch, -1, num_kv_heads, call.group, head_dim).permute(0, 2, 3, 1, 4)
+    group = call.q.shape[1] // num_kv_heads
+    queries = queries.view(batch, -1, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     shape = queries.shape[:4]
     plain = call.softcap is None and call.sinks is None and call.lse is None
     if plain and shape[3] == 1:  # a group's heads are the rows of one product
@@ -287,7 +286,7 @@ def _attend(
     if call.sinks is None:
         weights = torch.softmax(logits, -1)
     else:
-        sinks = call.sinks.view(1, num_kv_heads, call.group, 1, 1)
+        sinks = call.sinks.view(1, num_kv_heads, group, 1, 1)
         weights = torch.softmax(torch.cat([logits, sinks.expand(*shape, 1)], -1), -1)[..., :-1]
         weights = weights.masked_fill(torch.isposinf(sinks), 0.0)  # else NaN
     if block.empty is not None:  # else NaN

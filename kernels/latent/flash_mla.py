@@ -100,6 +100,8 @@ def flash_mla_with_kvcache(
         extra_lists = extra_indices_in_kvcache.flatten(0, 1)
     flat = q.flatten(0, 1)
     check_latent_pages(flat, pages, extra_pages, ("k_cache", "extra_k_cache"))
+    checks.expect_softmax_scale(softmax_scale)
+    scale = HEAD_DIM**-0.5 if softmax_scale is None else float(softmax_scale)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     checks.expect_tensor("out", out, tuple(q.shape), q.dtype, device=q.device)
@@ -111,7 +113,7 @@ def flash_mla_with_kvcache(
     checks.check_outputs(*lse_shape, q.device, attn_sink, lse, workspace, sinks_name="attn_sink")
     call = LatentCall(
         flat, pages, indices.flatten(0, 1), None, None, max_seqlen_q=1, head_dim_v=HEAD_DIM,
-        softmax_scale=checks.softmax_factor(softmax_scale, HEAD_DIM), num_decodes=batch * seq_len_q,
+        softmax_scale=scale, num_decodes=batch * seq_len_q,
         out=out.flatten(0, 1), entries=extra_pages, topk_indices=extra_lists,
         topk_lens=extra_topk_length, sinks=attn_sink, lse=lse, workspace=workspace, slots=True,
         window_lens=topk_length, tokens_per_len=seq_len_q,

@@ -100,10 +100,11 @@ def _softmax(
     """Attend for the tokens [first, last) to sources, (rows [S, head_dim] or [L, S, head_dim],
     visibility [L, S]) each: fp32 rows [L, H, head_dim_v]."""
     q = call.q[first:last].float()  # [L, H, head_dim]
-    scores = [
-        (q @ rows.mT * call.softmax_scale).masked_fill(~sees[:, None], -torch.inf)
-        for rows, sees in sources
-    ]
+    scores, widths = [], []
+    for rows, sees in sources:
+        products = q @ rows.mT * call.softmax_scale
+        scores.append(products.masked_fill(~sees[:, None], -torch.inf))
+        widths.append(sees.shape[-1])
     logits = torch.cat(scores, -1)
     if call.lse is not None:
         call.lse[:, first:last] = torch.logsumexp(logits, -1).T  # [L, H]
@@ -122,7 +123,7 @@ def _softmax(
     weights = torch.where(logits.isneginf(), 0.0, weights)
     if call.sinks is not None:
         weights = weights.masked_fill(call.sinks.isposinf()[:, None], 0.0)
-    parts = weights.split([sees.shape[-1] for _, sees in sources], -1)
+    parts = weights.split(widths, -1)
     for part, (rows, _) in zip(parts, sources, strict=True):
         zeros = zeros + part @ rows[..., : call.head_dim_v]
     return zeros

@@ -89,28 +89,21 @@ def check_options(activation: str, limit: float | None, alpha: float, up_offset:
 @torch.no_grad()
 def gated_torch(gate, up, activation, limit, alpha, up_offset) -> torch.Tensor:
     """``gated_product`` of checked arguments, a block of rows at a time."""
-    num_rows = max(1, CACHED_ELEMENTS // max(1, gate.shape[1]))
-    if len(gate) <= num_rows:
-        return _torch_rows(gate, up, activation, limit, alpha, up_offset).to(gate.dtype)
     made = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    for out, g, u in zip(
-        made.split(num_rows), gate.split(num_rows), up.split(num_rows), strict=True
-    ):
-        out.copy_(_torch_rows(g, u, activation, limit, alpha, up_offset))
+    num_rows = max(1, CACHED_ELEMENTS // max(1, gate.shape[1]))
+    blocks = made.split(num_rows), gate.split(num_rows), up.split(num_rows)
+    for out, g, u in zip(*blocks, strict=True):
+        g = g.float()
+        if limit is not None:
+            g, u = g.clamp(max=limit), u.float().clamp(-limit, limit)
+        if activation == "gelu_tanh":
+            active = F.gelu(g, approximate="tanh")
+        elif alpha == 1:
+            active = F.silu(g)
+        else:
+            active = torch.sigmoid(alpha * g).mul_(g)
+        out.copy_(active.mul_(u.float() + up_offset if up_offset else u))
     return made
-
-
-def _torch_rows(g, u, activation, limit, alpha, up_offset):
-    g = g.float()
-    if limit is not None:
-        g, u = g.clamp(max=limit), u.float().clamp(-limit, limit)
-    if activation == "gelu_tanh":
-        active = F.gelu(g, approximate="tanh")
-    elif alpha == 1:
-        active = F.silu(g)
-    else:
-        active = torch.sigmoid(alpha * g).mul_(g)
-    return active.mul_(u.float() + up_offset if up_offset else u)
 
 
 @triton.jit

@@ -307,12 +307,9 @@ class Engine:
             ahead.set_placeholders()
         if not scheduler.unfinished:
             clock.forget_device()
-        numbers = {} if due is None else due.numbers()
         finished, deltas = scheduler.finished, scheduler.deltas
         scheduler.finished, scheduler.deltas = [], []
-        report = StepReport(*clock.stop(), finished, deltas, num_generated=num_generated, **numbers)
-        self.totals.add(report)
-        return report
+        return self.totals.report(due, clock.stop(), finished, deltas, num_generated)
 
     def _draft(self) -> None:
         """Ask the drafter for drafts of the requests that wait for their next token."""

@@ -6,12 +6,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter, thread_time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from .outputs import OutputDelta, RequestOutput
+
+if TYPE_CHECKING:
+    from .scheduler import Step
 
 PARTS = ("schedule", "allocator", "draft", "tensors", "model", "sample", "wait", "deliver")
 """Parts of a step:
@@ -132,8 +135,7 @@ class StepReport(_Times):
         deltas: its additions to streamed requests.
         q_lens, seq_lens: [num_seqs], new tokens of each sequence, and its KV tokens including them
             (and rejected drafts).
-        num_tokens: new tokens computed.
-        num_decodes, num_prefills: sequences with one new token, and with more.
+        num_preempted: requests preempted for it.
         num_generated, num_drafts, num_accepted: tokens of output; drafts verified, and accepted.
     """
 
@@ -144,13 +146,25 @@ class StepReport(_Times):
     deltas: list[OutputDelta]
     q_lens: np.ndarray = field(default_factory=lambda: _NO_SEQUENCES)
     seq_lens: np.ndarray = field(default_factory=lambda: _NO_SEQUENCES)
-    num_tokens: int = 0
-    num_decodes: int = 0
-    num_prefills: int = 0
     num_preempted: int = 0
     num_generated: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens computed."""
+        return int(self.q_lens.sum())
+
+    @property
+    def num_decodes(self) -> int:
+        """Sequences with one new token."""
+        return int((self.q_lens == 1).sum())
+
+    @property
+    def num_prefills(self) -> int:
+        """Sequences with more new tokens."""
+        return len(self.q_lens) - self.num_decodes
 
 
 @dataclass
@@ -173,17 +187,39 @@ class EngineTotals(_Times):
     cpu: np.ndarray = field(default_factory=lambda: np.zeros(len(PARTS)))
     hashing: float = 0.0
 
-    def add(self, report: StepReport) -> None:
-        """Add one step."""
-        self.num_steps += report.num_tokens > 0
-        self.num_generated_tokens += report.num_generated
-        for name in (
-            "num_tokens",
-            "num_preempted",
-            "num_drafts",
-            "num_accepted",
-            "idle",
-            "wall",
-            "cpu",
-        ):
-            setattr(self, name, getattr(self, name) + getattr(report, name))
+    def report(
+        self,
+        step: Step | None,
+        times: tuple[float, np.ndarray, np.ndarray],
+        finished: list[RequestOutput],
+        deltas: list[OutputDelta],
+        num_generated: int,
+    ) -> StepReport:
+        """Report a call of `Engine.step`, and add its numbers to the sums.
+
+        Args:
+            step: the one whose tokens the call delivered; None = it delivered none.
+            times: from `StepClock.stop`.
+        """
+        idle, wall, cpu = times
+        self.idle, self.wall, self.cpu = self.idle + idle, self.wall + wall, self.cpu + cpu
+        self.num_generated_tokens += num_generated
+        if step is None:
+            return StepReport(*times, finished, deltas, num_generated=num_generated)
+        num_drafts = sum(step.num_drafts)
+        self.num_steps += 1
+        self.num_tokens += len(step.input_ids)
+        self.num_preempted += step.num_preempted
+        self.num_drafts += num_drafts
+        self.num_accepted += step.num_accepted
+        return StepReport(
+            *times,
+            finished,
+            deltas,
+            q_lens=step.plan.num_new_tokens,
+            seq_lens=step.plan.seq_lens,
+            num_preempted=step.num_preempted,
+            num_generated=num_generated,
+            num_drafts=num_drafts,
+            num_accepted=step.num_accepted,
+        )

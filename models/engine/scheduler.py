@@ -127,20 +127,6 @@ class Step:
                 request.prompt_logprobs.extend(new)
             first += len(rows)
 
-    def numbers(self) -> dict[str, Any]:
-        """Sizes and counts of the step, fields of its `StepReport`."""
-        num_decodes = self.num_new_tokens.count(1)
-        return {
-            "q_lens": self.plan.num_new_tokens,
-            "seq_lens": self.plan.seq_lens,
-            "num_tokens": len(self.input_ids),
-            "num_decodes": num_decodes,
-            "num_prefills": len(self.requests) - num_decodes,
-            "num_preempted": self.num_preempted,
-            "num_drafts": sum(self.num_drafts),
-            "num_accepted": self.num_accepted,
-        }
-
     def set_placeholders(self) -> None:
         """Let the next step of its requests begin with its tokens, ``BatchBuilder.sampled[row]``."""
         for row, i in enumerate(self.ready):
