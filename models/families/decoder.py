@@ -274,8 +274,6 @@ class Decoder(nn.Module):
             rows = None if return_hidden or attn.max_seqlen_q == 1 else logits_rows
             attend = SharedAttend(config, attn, pool, positions=positions, rows=rows, impl=impl)
         logits, hidden = self.run(input_ids, positions, attend, logits_rows)
-        if config.num_kv_shared_layers:
-            attend.finish()
         return (logits, hidden) if return_hidden else logits
 
     @torch.inference_mode()

@@ -69,30 +69,24 @@ class SharedAttend(PagedAttend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """As `Attend.__call__`."""
-        if k is None or v is None:
-            donor = self._config.kv_donor(layer)
-            if self.rows is not None:
-                return self._attend_gathered(self._gathered[donor], q)
-            return self._attend(donor, q, *self._new[donor], sinks)
-        if layer not in self._donors:
+        if k is not None and v is not None:
             return super().__call__(layer, q, k, v, sinks=sinks)
-        if self._attn.replay_rows is not None:
-            k, v = self._with_cached(layer, k, v)
-        out = self._attend(layer, q, k, v, sinks)
+        donor = self._config.kv_donor(layer)
+        if self.rows is not None:
+            return self._attend_gathered(self._gathered[donor], q)
+        return self._attend(donor, q, *self._new[donor], sinks)
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write the rows of a layer; keep a donor's for the layers that share them."""
+        super()._write(layer, k, v)
+        if layer not in self._donors:
+            return
         if self.rows is None:
-            self._new[layer] = k, v  # written after the layers that share them
+            self._new[layer] = k, v
         elif self._pool.layers[layer].sliding_window is None:
-            self._write(layer, k, v)
             self._gathered[layer] = self._whole_context(self._pool.layers[layer])
         else:
             self._gathered[layer] = self._gather_window(layer, k, v)
-            self._write(layer, k, v)
-        return out
-
-    def finish(self) -> None:
-        """Write the rows that shared layers had to see unwritten; called after the last layer."""
-        for layer, (k, v) in self._new.items():
-            self._write(layer, k, v)
 
     def _attend_gathered(self, kv: _Gathered, q: Tensor) -> Tensor:
         return paged_attention(
