@@ -53,16 +53,21 @@ def run(built):
 
 
 def keys(value):
-    """Key paths of nested dictionaries; what hangs below a reason or in a list is not fixed."""
+    """All keys of nested dictionaries but those of counters by name and of lists."""
     if not isinstance(value, dict):
         return set()
-    return set(value) | {f"{k}.{sub}" for k in value for sub in keys(value[k]) if k != "limited_by"}
+    fixed = set(value) - {"limited_by", "counters"}
+    return set(value).union(*(keys(value[k]) for k in fixed))
 
 
-def documented_keys():
-    """The names in the table of bench.prefill_decode.report's docstring."""
+def reported(folder, *arguments):
+    """The dictionary of --json; all keys are in the docstring of bench.prefill_decode.report."""
+    file = folder / "result.json"
+    assert prefill_decode.main([*arguments, "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
     table = report.__doc__.split("::\n\n")[1].split("\n\nA number")[0]
-    return set(re.findall(r"\w+", table))
+    assert keys(result) <= set(re.findall(r"\w+", table))
+    return result
 
 
 def test_a_run_that_is_ended_keeps_what_it_has_measured(tmp_path, monkeypatch):
@@ -107,16 +112,12 @@ def test_a_file_is_whole_at_any_moment(tmp_path, monkeypatch):
 
 
 def test_json_and_text(tmp_path, capsys):
-    file = tmp_path / "result.json"
-    assert prefill_decode.main([*TINY, "--json", str(file)]) == 0
-    out = capsys.readouterr().out
-    result = json.loads(file.read_text())
-    names = {key.split(".")[-1] for key in keys(result)}
-    assert names - documented_keys() == set()
+    result, out = reported(tmp_path, *TINY), capsys.readouterr().out
     for run in ("cached", "uncached"):
         assert set(result[run]) == {
-            "seconds", "cpu_seconds", "steps", "preemptions", "output_tokens_per_s", "prefill", "decode",
-            "ttft_ms", "itl_ms", "hit", "pages", "allocator", "idle_us_per_step", "split", "groups",
+            "seconds", "cpu_seconds", "steps", "preemptions", "output_tokens_per_s", "prefill",
+            "decode", "ttft_ms", "itl_ms", "hit", "pages", "allocator", "idle_us_per_step", "split",
+            "groups",
         }  # fmt: skip
         phases = result[run]["prefill"], result[run]["decode"]
         assert sum(phase["steps"] for phase in phases) == result[run]["steps"]
@@ -126,10 +127,8 @@ def test_json_and_text(tmp_path, capsys):
     assert 0 < hit["tokens"] < hit["prompt_tokens"] and sum(hit["limited_by"].values()) == 8
     assert result["uncached"]["hit"]["limited_by"] == {"caching-disabled": 8}
     computed = sum(result["cached"][phase]["tokens"] for phase in ("prefill", "decode"))
-    # The last token of an answer is never computed.
-    assert (
-        computed == hit["prompt_tokens"] - hit["tokens"] + result["workload"]["output_tokens"] - 8
-    )
+    answered = result["workload"]["output_tokens"] - 8  # the last token is never computed
+    assert computed == hit["prompt_tokens"] - hit["tokens"] + answered
     compared = result["comparison"]
     assert compared["identical_tokens"] == compared["output_tokens"] > 0
     assert compared["identical_requests"] == result["check"]["requests"] == 8
@@ -144,11 +143,8 @@ def test_json_and_text(tmp_path, capsys):
 )
 def test_fp8_pages(name, dtype, tmp_path, capsys):
     """Most tokens are those of a pass without a cache, and rounding explains the others."""
-    file = tmp_path / "result.json"
-    arguments = ["--model", name, "--kv-cache-dtype", dtype, "--json", str(file)]
-    assert prefill_decode.main([*ONE, *arguments]) == 0
+    result = reported(tmp_path, *ONE, "--model", name, "--kv-cache-dtype", dtype)
     assert f"KV cache {dtype}," in capsys.readouterr().out
-    result = json.loads(file.read_text())
     assert result["engine"]["kv_cache_dtype"] == dtype
     check = result["check"]
     assert check["requests"] == 4 and 0.7 * check["tokens"] < check["exact_tokens"]
@@ -208,9 +204,8 @@ def test_examples_of_the_usage_text(line, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("name", "capacity"), [("gemma3-tiny", 2), ("gemma4-tiny", 1)])
 def test_two_ranks(name, capacity, tmp_path, capsys):
     """Each rank has one of two KV heads; that of gemma4-tiny's full layers is on both."""
-    file, ranks = tmp_path / "result.json", ["--model", name, "--tensor-parallel-size", "2"]
-    assert prefill_decode.main([*ONE, "--no-baseline", *ranks, "--json", str(file)]) == 0
-    found = json.loads(file.read_text())["ranks"]
+    ranks = ["--model", name, "--tensor-parallel-size", "2"]
+    found = reported(tmp_path, *ONE, "--no-baseline", *ranks)["ranks"]
     assert found["size"] == 2 and found["capacity"] == pytest.approx(capacity, rel=0.1)
     assert f"holds {capacity:.2f} x the context" in capsys.readouterr().out
 
@@ -278,12 +273,9 @@ def test_sample_is_fixed_and_has_the_longest_hit(run):
 @pytest.mark.parametrize("kind", ["mtp", "ngram"])
 def test_deepseek_v4_with_drafts(kind, tmp_path, capsys):
     """Caches of every kind, caching on and off, drafts and none: the same output, and right."""
-    file = tmp_path / "result.json"
-    arguments = ["--model", "deepseek-v4-tiny", "--speculate", kind, "--draft-tokens", "2"]
-    assert prefill_decode.main([*ONE, *arguments, "--json", str(file)]) == 0
+    drafts = ["--model", "deepseek-v4-tiny", "--speculate", kind, "--draft-tokens", "2"]
+    result = reported(tmp_path, *ONE, *drafts)
     assert f"drafts ({kind}, 2 a step)" in capsys.readouterr().out
-    result = json.loads(file.read_text())
-    assert {key.split(".")[-1] for key in keys(result)} - documented_keys() == set()
     drafted = result["speculation"]
     assert (drafted["kind"], drafted["draft_tokens"]) == (kind, 2)
     assert 0 <= drafted["accepted"] <= drafted["drafts"] and drafted["tokens_per_step"] >= 1
@@ -294,10 +286,8 @@ def test_deepseek_v4_with_drafts(kind, tmp_path, capsys):
 
 def test_tiers_against_none(tmp_path, capsys):
     """In a pool that is too small: more hits, the same output."""
-    file, pool = tmp_path / "out.json", ["--limit", "4", "--num-pages", "60", "--scale", "0.2"]
-    small = [*pool, "--no-baseline", "--check", "1", "--json"]
-    assert prefill_decode.main([*TINY, *small, str(file), "--host-cache", "0.01"]) == 0
-    result = json.loads(file.read_text())
+    pool = ["--limit", "4", "--num-pages", "60", "--scale", "0.2", "--host-cache", "0.01"]
+    result = reported(tmp_path, *TINY, *pool, "--no-baseline", "--check", "1")
     tiers, compared = result["tiers"], result["tiers"]["comparison"]
     assert compared["identical_requests"] == result["workload"]["requests"]
     assert tiers["without"]["hit"]["rate"] < result["cached"]["hit"]["rate"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from importlib import metadata
 from importlib.util import find_spec
 
 import pytest
@@ -54,35 +55,16 @@ def test_a_full_pool_makes_room(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "text", "reason"),
-    [
-        ("0.32.0", "raise AssertionError('imported')", "expected 0.33"),
-        ("0.330.0", "raise AssertionError('imported')", "expected 0.33"),
-        ("0.33.1", "raise ImportError('no libcudart')", "no libcudart"),
-        ("0.33.1", "", "cannot import name"),
-    ],
+    ("version", "reason"),
+    [("0.32.0", "expected 0.33"), ("0.330.0", "expected 0.33"), ("0.33.1", "import of")],
 )
-def test_a_vllm_that_cannot_be_measured_is_named(
-    version, text, reason, tmp_path, monkeypatch, capsys
-):
-    for name in [n for n in sys.modules if n.split(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "quire.bench.kvcore.vllm", raising=False)
+def test_a_vllm_that_cannot_be_measured_is_named(version, reason, monkeypatch, capsys):
+    monkeypatch.setattr(metadata, "version", lambda name: version)
     monkeypatch.delattr(kvcore, "vllm", raising=False)
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").touch()
-    (tmp_path / "vllm" / "sampling_params.py").write_text(text)
-    info = tmp_path / f"vllm-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    try:
-        assert vllm_rows("v4", [1], 1, 1) == []
-    finally:
-        for name in [n for n in sys.modules if n.split(".")[0] == "vllm"]:
-            del sys.modules[name]
+    monkeypatch.setitem(sys.modules, "quire.bench.kvcore.vllm", None)  # importing it fails
+    assert vllm_rows("v4", [1], 1, 1) == []
     printed = capsys.readouterr().out
-    assert printed.startswith(f"vllm {version}: not measured: ") and reason in printed
+    assert printed.startswith(f"vllm {version}: not measured: {reason}")
 
 
 @pytest.mark.parametrize("spec", measure.SPECS)
