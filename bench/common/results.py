@@ -49,7 +49,7 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0][:200]
 
 
-def write_json(path: Path | None, result: Any, *, final: bool = True, indent: int = 1) -> None:
+def write_json(path: Path | None, result: Any, *, final: bool = True) -> None:
     """Write a result, or nothing without a path.
 
     The file is whole at any moment, with the result before or this one. A pipe or a terminal gets
@@ -57,7 +57,7 @@ def write_json(path: Path | None, result: Any, *, final: bool = True, indent: in
     """
     if path is None:
         return
-    text = json.dumps(result, indent=indent) + "\n"
+    text = json.dumps(result, indent=1) + "\n"
     if path.is_file() or not path.exists():
         partial = path.with_name(f"{path.name}.partial")
         partial.write_text(text, encoding="utf-8")

@@ -6,10 +6,10 @@
     python -m bench.gpu --parts attention,prefill-decode   only these
     python -m bench.gpu --dry-run --out results            the same parts, tiny, on a CPU
 
-Each part (`bench.gpu.parts`) is a process with a time limit. A crash or a hang loses that part only,
-and of tests only one: the others go on in a new process. Each part writes OUT/<part>.log as it runs,
-and OUT/<part>.json when it ends; a dry run writes to OUT/dry-run. A second call skips what ended
-well. Exit status 1 if a part failed.
+Each part (`bench.gpu.parts`) is a process with a time limit. A crash or a hang loses that part
+only, and of tests only one: the others go on in a new process. Each part writes OUT/<part>.log as
+it runs, and OUT/<part>.json when it ends; a dry run writes to OUT/dry-run. A second call skips what
+ended well. Exit status 1 if a part failed.
 
 The file of --tar holds the results and the kernels that Triton compiled, which the same Triton and
 Python find again. Needs a checkout, torch, triton, numpy and pytest; nothing has to be installed.

@@ -44,8 +44,8 @@ def unpack(file: Path, out: Path) -> int:
         raise ValueError(f"resume: expected a file of --tar, got {str(file)!r}: {error}") from error
     groups = list((out / CACHE).glob("*/__grp__*.json"))
     for group in groups:
-        # Triton looks for the files of a kernel where they were when it was compiled, and from 3.9 on
-        # takes no kernel of which one is missing.
+        # Triton looks for the files of a kernel where they were when it was compiled. From 3.9 on
+        # it takes no kernel that lacks one.
         paths = [group.parent / name for name in json.loads(group.read_bytes())["child_paths"]]
         moved = {path.name: str(path) for path in paths if path.exists()}
         group.write_text(json.dumps({"child_paths": moved}), encoding="utf-8")

@@ -19,6 +19,7 @@ from quire.models.command import Parser, output_file, program
 
 from ..common.results import write_json
 
+INDEXER = "indexer/test_indexer.py::test_exact_scores_give_exactly_the_oracle_s_selection"
 # Together they launch every kernel.
 KERNEL_TESTS = [
     "attention/test_attention.py::test_against_float64[full-prefill-long-context-bf16]",
@@ -27,8 +28,8 @@ KERNEL_TESTS = [
     "latent/test_compressed.py::test_against_float64[split-fp8-in-step]",
     "attention/test_merge.py::test_merge_partials[fp16-sinks-triton]",
     "compressor/test_compressor.py::test_compress[index-bf16-triton]",
-    "indexer/test_indexer.py::test_exact_scores_give_exactly_the_oracle_s_selection[prefill-chunk-triton]",
-    "indexer/test_indexer.py::test_exact_scores_give_exactly_the_oracle_s_selection[decode-two-turns-triton]",
+    f"{INDEXER}[prefill-chunk-triton]",
+    f"{INDEXER}[decode-two-turns-triton]",
     "hyper_connections/test_hyper_connections.py::test_collapse[splits-of-two-lengths-triton]",
     "hyper_connections/test_hyper_connections.py::test_expand[fp32-2-triton]",
     "latent_write/test_latent_write.py::test_quantised_bytes[64-dtype0-triton]",

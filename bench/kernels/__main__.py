@@ -40,7 +40,7 @@ from quire.models.device import find_device
 
 from ..cases import shapes
 from ..cases.expected import expect
-from ..cases.problem import Problem, make_problem
+from ..cases.problem import make_problem
 from ..cases.shapes import Case
 from ..common.floors import device_rates
 from ..common.results import describe_machine, machine_lines, one_line, table, write_json
@@ -173,7 +173,12 @@ def run_case(
         row: dict[str, Any] = {"case": case.name, "impl": peer.name, "ours": peer.ours}
         row |= {"wrong": None, "skipped": None}
         try:
-            row |= _measure(peer, problem, expected, device, seconds)
+            timing = time_checked(peer.calls(problem), expected, device, seconds)
+            if isinstance(timing, str):
+                row["wrong"] = timing
+            else:
+                p50, p20, p80 = (1e3 * each for each in timing[:3])
+                row |= {"ms": p50, "ms_p20": p20, "ms_p80": p80, "copies": problem.copies}
         except Unsupported as reason:
             row["skipped"] = str(reason)
         except OSError:  # a full disk says nothing of results
@@ -194,16 +199,6 @@ def run_case(
         row["matmul_share"] = flops_per_s / rates["matmul_flops_per_s"]
         row["over_best_peer"] = row["ms"] / min(others) if others else None
     return rows
-
-
-def _measure(
-    peer: Peer, problem: Problem, expected: Any, device: torch.device, seconds: float
-) -> dict[str, Any]:
-    timing = time_checked(peer.calls(problem), expected, device, seconds)
-    if isinstance(timing, str):
-        return {"wrong": timing}
-    times = {"ms": 1e3 * timing.p50, "ms_p20": 1e3 * timing.p20, "ms_p80": 1e3 * timing.p80}
-    return {**times, "copies": problem.copies}
 
 
 def header(result: dict[str, Any]) -> str:

@@ -28,9 +28,10 @@ These run the prompts once more, and print both runs side by side or how they di
     --tensor-parallel-size  on N ranks of this machine, each with a part of the model, and the
                             context that a pool of the same bytes holds
 
-With --kv-cache-dtype fp8, the keys and values that a query sees rounded depend on how its prompt was
-cut into steps, so outputs may differ with caching off: only the requests that are checked anyway
-are compared. A token may be as far below the largest logit as rounding all of them moves two.
+With --kv-cache-dtype fp8, the keys and values that a query sees rounded depend on how its prompt
+was cut into steps, so outputs may differ with caching off: only the requests that are checked
+anyway are compared. A token may be as far below the largest logit as rounding all of them moves
+two.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.tensor_parallel_size is not None:
             built.model.config.shard(args.tensor_parallel_size)  # raises if it cannot
         result = measure(args, built, _workload(args, built))
-        write_json(args.json, result, indent=2)
+        write_json(args.json, result)
         print(header(result), table(result), sep="\n\n")
         if args.split:
             print("", split_table(result), sep="\n")
@@ -161,7 +162,7 @@ def measure(args: argparse.Namespace, built: BenchModel, workload: Workload) -> 
 
     def again(settings: EngineConfig, label: str, drafter: Drafter | None) -> WorkloadRun:
         """Run the same prompts once more; check requests with another output in both runs."""
-        write_json(args.json, result, final=False, indent=2)
+        write_json(args.json, result, final=False)
         other = _run(built, workload, settings, label, cached.prompts, drafter)
         one, two = cached.outputs, other.outputs
         keys = [key for key in among if one[key].token_ids != two[key].token_ids]
@@ -186,7 +187,7 @@ def measure(args: argparse.Namespace, built: BenchModel, workload: Workload) -> 
         other = again(settings, "no drafts", None)
         result["speculation"] = speculation(args.speculate, drafts, cached, other)
     if args.tensor_parallel_size:
-        write_json(args.json, result, final=False, indent=2)
+        write_json(args.json, result, final=False)
         parallel = replace(settings, tensor_parallel_size=args.tensor_parallel_size)
         other, found = run_on_ranks(built, workload, parallel, cached)
         _check(built, other, sampled, dtype)

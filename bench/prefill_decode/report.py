@@ -109,7 +109,7 @@ def about(
 def metrics(
     run: WorkloadRun, model: Decoder, rates: Rates, *, kv_cache_dtype: str = "auto"
 ) -> dict[str, Any]:
-    """Everything known of one run over pages of this dtype; the keys are in the file's docstring."""
+    """Numbers of one run over pages of this dtype; the keys are in the file's docstring."""
     outputs, num_steps = run.outputs.values(), len(run.steps)
     allocator = sum(step.allocator for step in run.steps)
     hit = sum(o.num_cached_tokens for o in outputs)

@@ -1,7 +1,7 @@
 """Check generated tokens against full forward passes without any cache or kernel of ours.
 
-Two right programs round differently. In a pass over the whole sequence in fp32, each generated token
-must have the largest logit, or one less than ``bound`` below it. err is the largest
+Two right programs round differently. In a pass over the whole sequence in fp32, each generated
+token must have the largest logit, or one less than ``bound`` below it. err is the largest
 difference between the logits of that pass and of an eager pass in the model's dtype (of a model in
 fp32: a pass in bf16, scaled by the ratio of the machine epsilons). A program as exact as twice that
 moves each of two logits by up to 2 err. Rounding all K and V to e4m3 moves them by cache_err::

@@ -1,9 +1,10 @@
 """Upper bound of the hits of any policy, computed from the whole trace.
 
 A prompt is seen as its aligned segments (equal keys mean equal prefixes). A hit of d segments needs
-the dense pages of all of them, and the window and state pages of a resume point at its end. Each page
-is held from the last request that had its segment until the hit. That relaxes three rules: a resume
-point may be anywhere; running requests hold no page; a request is cached before the next one arrives.
+the dense pages of all of them, and the window and state pages of a resume point at its end. Each
+page is held from the last request that had its segment until the hit. That relaxes three rules: a
+resume point may be anywhere; running requests hold no page; a request is cached before the next one
+arrives.
 """
 
 from __future__ import annotations

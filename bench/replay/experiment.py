@@ -48,8 +48,9 @@ def pool_pages(
 
 def run_grid(
     workload: TraceWorkload, preset: str, pools: Sequence[str], retentions: Sequence[str | int],
-    evictions: Sequence[str], timing: SimulatedTiming, *, hosts: Sequence[str] = (), link: float = 50e9,
-    progress: bool = True, vllm: Sequence[int | None] = (), replay_tokens: int | None = None,
+    evictions: Sequence[str], timing: SimulatedTiming, *, hosts: Sequence[str] = (),
+    link: float = 50e9, progress: bool = True, vllm: Sequence[int | None] = (),
+    replay_tokens: int | None = None,
 ) -> list[Row]:  # fmt: skip
     """Replay each retention, eviction and pool, alone and over each host; add the bounds.
 

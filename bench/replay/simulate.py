@@ -1,9 +1,9 @@
 """Serve requests from a `KVCache` on a simulated clock.
 
-Prompts are computed one at a time, in chunks and in the order of arrival; answers are decoded beside
-them. A request starts when there is a slot. It takes the pages of its whole answer when its prompt
-is computed, so that no answer is ever interrupted. A load from host memory comes before its prompt,
-and holds up those behind it. Nothing is random.
+Prompts are computed one at a time, in chunks and in the order of arrival; answers are decoded
+beside them. A request starts when there is a slot. It takes the pages of its whole answer when its
+prompt is computed, so that no answer is ever interrupted. A load from host memory comes before its
+prompt, and holds up those behind it. Nothing is random.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ class Replay:
 
 
 def replay(
-    workload: TraceWorkload, groups: Sequence[GroupSpec], *, num_pages: int, timing: SimulatedTiming,
-    progress: Callable[[int], object] = lambda n: None,
+    workload: TraceWorkload, groups: Sequence[GroupSpec], *, num_pages: int,
+    timing: SimulatedTiming, progress: Callable[[int], object] = lambda n: None,
     behind: Callable[[KVCache], HostMemory] | None = None, **options: object,
 ) -> Replay:  # fmt: skip
     """Serve ``workload`` from a pool of ``num_pages`` pages.

@@ -1,11 +1,12 @@
 """Compile the kernels without a GPU, and show registers, spills and shared memory.
 
-    python -m bench.static [--arch sm_90 gfx942] [--only TEXT] [--jobs 2] [--json FILE] [--baseline FILE]
+    python -m bench.static [--arch sm_90 gfx942] [--only TEXT] [--json FILE] [--baseline FILE]
 
 By default every kernel is compiled for sm_90 once with each of its tile shapes, and a sample that
 holds every kernel for sm_80, sm_100, gfx942 and gfx950. ``--arch`` compiles every case for the
 architectures named. The public operators are called over tensors without storage, and Triton's
-launcher specialises the arguments of their launches: the same kernels are compiled as on a GPU. The compilers are those that come with Triton.
+launcher specialises the arguments of their launches: the same kernels are compiled as on a GPU. The
+compilers are those that come with Triton.
 
 Exit status 1 if a kernel does not compile or
 
@@ -13,10 +14,10 @@ Exit status 1 if a kernel does not compile or
     needs             more shared memory than a program may use on that architecture, or
     cannot be launched, because an SM has too few registers for one program.
 
-Columns: registers of a thread; spill, what it keeps in local memory; shared memory of a program, and
-its limit; programs that an SM (AMD: a CU) holds at once; flight, keys and values that these programs
-copy ahead: (stages - 1) tiles of keys each. In ``config``: rows and keys of a tile, warps, stages,
-and v2 where the values have two accumulators.
+Columns: registers of a thread; spill, what it keeps in local memory; shared memory of a program,
+and its limit; programs that an SM (AMD: a CU) holds at once; flight, keys and values that these
+programs copy ahead: (stages - 1) tiles of keys each. In ``config``: rows and keys of a tile, warps,
+stages, and v2 where the values have two accumulators.
 
 Rows that differ from those of ``--baseline`` are listed, but are no failure. Default: the table of
 the installed Triton, ``bench/results/static/VERSION.json``, which this writes anew:

@@ -37,7 +37,7 @@ class Launch:
 
 
 def record(call: Callable[[], object], arch: Arch) -> list[Launch]:
-    """Make a call whose tensors are on the device "meta"; returns its launches, none of which runs."""
+    """Make a call whose tensors are on the device "meta"; return its launches. None runs."""
     found = []
 
     def getitem(kernel: Any, grid: Any) -> Callable[..., None]:

@@ -34,8 +34,9 @@ SM_TENSOR_COLUMNS = 512
 # Shared memory that the system keeps for each resident program.
 RESERVED_SHARED = 1024
 
-# CUs of MI300X and MI355X, and LDS of a CU; registers of a lane on each of its 4 SIMDs, handed out by
-# 8 to at most 8 wavefronts. Source: LLVM's user guide of the AMDGPU backend, and its GCNSubtarget.
+# CUs of MI300X and MI355X, and LDS of a CU; registers of a lane on each of its 4 SIMDs, handed out
+# by 8 to at most 8 wavefronts. Source: LLVM's user guide of the AMDGPU backend, and its
+# GCNSubtarget.
 CU_COUNT = {"gfx942": 304, "gfx950": 256}
 CU_SHARED = {"gfx942": 64 << 10, "gfx950": 160 << 10}
 CU_REGISTERS, CU_WAVES, CU_SIMDS = 512, 8, 4

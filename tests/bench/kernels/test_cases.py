@@ -1,4 +1,4 @@
-"""Cases of bench.kernels: float64 results, errors that are found, bytes and operations, FlashMLA."""
+"""Cases of bench.kernels: float64 results, errors that are found, operations, FlashMLA."""
 
 import dataclasses
 from types import SimpleNamespace
