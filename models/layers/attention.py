@@ -20,7 +20,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quire.kernels import write_kv
+from quire.kernels import attention_for, write_kv
 from quire.kvcore.device import AttnMetadata
 
 from ..config.model import ModelConfig
@@ -90,7 +90,7 @@ class PagedAttend:
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         attn, cache = self._attn, self._pool.layers[layer]
-        return cache.attention(
+        return attention_for(cache.sliding_window)(
             q,
             cache.k_pages,
             cache.v_pages,

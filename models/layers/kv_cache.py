@@ -8,14 +8,12 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from quire.kernels import attention_for
 from quire.kvcore import GroupSpec, LayerPlacement, LayerShape
 from quire.kvcore import cache_groups as groups_of_layers
 
@@ -44,11 +42,6 @@ class LayerCache:
     sliding_window: int | None = None
     k_scale: Tensor | float | None = None
     v_scale: Tensor | float | None = None
-
-    @cached_property
-    def attention(self) -> Callable[..., Tensor]:
-        """`quire.kernels.paged_attention`, or its kind with the layer's window."""
-        return attention_for(self.sliding_window)
 
     def rows(self, page: Tensor, row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [..., num_kv_heads, head_dim] at rows [...] of pages, as `dtype`."""
