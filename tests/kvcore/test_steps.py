@@ -207,7 +207,7 @@ def test_several_requests_get_all_that_they_ask_for_or_nothing():
     given = kv.reserve([a, b], [4, 12])
     assert [[len(x) for x in pages] for pages in given] == [[0, 0], [2, 2]]
     free = kv.num_free_pages
-    assert isinstance(kv.reserve([a, b], [60, 90]), OutOfPages)
+    assert isinstance(kv.reserve([a, b], [40, 60]), OutOfPages)  # each alone would fit
     assert kv.num_free_pages == free and len(kv.pages_of(a)[0]) == 1
     assert not len(kv.advance([a, b], [4, 12], [4, 12]))
     kv.check_invariants()
@@ -280,6 +280,7 @@ def test_an_engine_may_bring_its_own_keys(options):
         kv.arrays(a, 0, 41)
         kv.advance(a, 41)
     kv.publish(a, 20, keys=keys[: 5 * 32])
+    kv.check_invariants()
     kv.publish(a, 41, keys=keys[5 * 32 :])
     assert kv.match(keys=keys, num_tokens=41).num_tokens == 40
     b = kv.admit("b", kv.match(keys=keys[: 9 * 32], num_tokens=60))
