@@ -81,8 +81,7 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    more = {"query_pre_attn_scalar": config.query_pre_attn_scalar, "attn_logit_softcapping": None}
-    return keys_of_both(config) | more
+    return keys_of_both(config) | {"query_pre_attn_scalar": config.query_pre_attn_scalar}
 
 
 _GEMMA3N = "of Gemma-3n, AltUp streams, LAuReL blocks and activation sparsity are not supported"

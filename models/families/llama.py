@@ -54,12 +54,6 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
     return read_fields(LlamaKeys, text).model_config("llama", name)
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Write config.json."""
-    more = {"hidden_act": "silu", "mlp_bias": False}
-    return common_keys(config) | more
-
-
 class Llama(Decoder):
     """A Llama model; attention: class of a layer's attention branch, called as `Attention`."""
 
@@ -78,4 +72,4 @@ class Llama(Decoder):
         return MLP(size, width, place, activation="silu", group=place.group)
 
 
-register_family(Family("llama", ("llama",), config_from_hf, Llama, config_to_hf))
+register_family(Family("llama", ("llama",), config_from_hf, Llama, common_keys))
