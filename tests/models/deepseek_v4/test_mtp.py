@@ -1,4 +1,5 @@
-"""The drafter layer against a reference written from its description alone: fp64, one token and one head at a time.
+"""The drafter layer against a reference written from its description alone: fp64, one token and one
+head at a time.
 
 There is no other implementation to compare with: transformers ignores ``mtp.*``.
 """
@@ -28,7 +29,7 @@ NUM_TOKENS = 40  # more than two windows of 16
 class Reference:
     """One drafter, its weights by name in fp64."""
 
-    def __init__(self, model, index=0):
+    def __init__(self, model, index):
         self.config = model.config
         prefix = f"mtp.{index}."
         self.w = {
@@ -87,7 +88,9 @@ class Reference:
         return self.turn(self.norm(x, "self_attn.kv_norm.weight"), position)
 
     def attention(self, inputs, start=0, context=None):
-        """Rows from position ``start`` on: each sees a window of them, or the context and all of them."""
+        """Rows from position ``start`` on: each sees a window of them, or the context and all of
+        them.
+        """
         c, w = self.config, self.w
         own, rows = [self.row(x, start + i) for i, x in enumerate(inputs)], []
         for i, x in enumerate(inputs):
@@ -134,14 +137,18 @@ class Reference:
         return rows
 
     def layer(self, rows, **seen):
-        rows = self.around(rows, "attn_hc", "input_layernorm.weight", lambda x: self.attention(x, **seen))  # fmt: skip
+        rows = self.around(
+            rows, "attn_hc", "input_layernorm.weight", lambda x: self.attention(x, **seen)
+        )
         return self.around(rows, "ffn_hc", "post_attention_layernorm.weight", self.moe)
 
     def logits(self, rows):
         w, out = self.w, []
         for x in rows:
             m = self.mixes(x, "hc_head.hc_fn")
-            pre = torch.sigmoid(m * w["hc_head.hc_scale"] + w["hc_head.hc_base"]) + self.config.hc_eps  # fmt: skip
+            pre = (
+                torch.sigmoid(m * w["hc_head.hc_scale"] + w["hc_head.hc_base"]) + self.config.hc_eps
+            )
             y = self.norm(sum(p * stream for p, stream in zip(pre, x, strict=True)), "norm.weight")
             out.append(w["lm_head.weight"] @ y)
         return torch.stack(out)
@@ -173,24 +180,16 @@ def difference(got, expected):
     return (got.double() - expected).abs().max().item()
 
 
-def test_drafter_equals_the_reference(case):
+def test_drafters_equal_the_reference(case):
+    """The second one, of weights of its own, reads the streams of the first."""
     model, ids, positions, attend, streams = case
-    got = model.draft_streams(0, streams, ids[1:-1], positions, attend)
-    want, logits = Reference(model)(streams.double(), ids[1:-1])
-    assert want.std() > 0.5 and logits.std() > 0.5
-    assert difference(got, want) < 1e-4
-    assert difference(model.logits(got, of=model.mtp[0]), logits) < 1e-4
-
-
-def test_a_further_draft_reads_the_streams_of_the_one_before(case):
-    """And every drafter has weights of its own."""
-    model, ids, positions, attend, streams = case
-    first = model.draft_streams(0, streams, ids[1:-1], positions, attend)
-    got = model.draft_streams(1, first, ids[2:], positions, attend)
-    want, logits = Reference(model, 1)(first.double(), ids[2:])
-    assert difference(got, want) < 1e-4
-    assert difference(model.logits(got, of=model.mtp[1]), logits) < 1e-4
-    assert difference(got, Reference(model, 0)(first.double(), ids[2:])[0]) > 0.1
+    for index, following in enumerate((ids[1:-1], ids[2:])):
+        got = model.draft_streams(index, streams, following, positions, attend)
+        want, logits = Reference(model, index)(streams.double(), following)
+        assert want.std() > 0.5 and logits.std() > 0.5
+        assert difference(got, want) < 1e-4
+        assert difference(model.logits(got, of=model.mtp[index]), logits) < 1e-4
+        streams = got
 
 
 def behind(streams):
@@ -205,7 +204,9 @@ def many():
 
 
 def plain_drafts(model, tokens, num_drafts, num_layers):
-    """Logits [num_drafts, vocab_size] of greedy drafts behind a whole sequence, without a cache. tokens: the last one is known, not computed."""
+    """Logits [num_drafts, vocab_size] of greedy drafts behind a whole sequence, without a cache.
+    tokens: the last one is known, not computed.
+    """
     attend = V4UnpagedAttend(model.config)
     ids = torch.tensor(tokens)
     streams = [model.streams(ids[:-1], torch.arange(len(ids) - 1), attend)]
@@ -231,7 +232,9 @@ def plain_drafts(model, tokens, num_drafts, num_layers):
 
 @pytest.mark.parametrize(("num_layers", "num_drafts"), [(3, 5)])
 def test_drafts_of_several_layers_in_the_engine(many, num_layers, num_drafts):
-    """Prompts in odd chunks, drafts accepted and rejected: what is proposed is what an uncached run proposes."""
+    """Prompts in odd chunks, drafts accepted and rejected: what is proposed is what an uncached
+    run proposes.
+    """
     seen = []
 
     class Watched(MTPDrafter):

@@ -1,7 +1,10 @@
-"""Rejection sampling in the engine: whatever is drafted, outputs have the distribution that the rules of sampling give.
+"""Rejection sampling in the engine: whatever is drafted, outputs have the distribution that the
+rules of sampling give.
 
-A Markov chain of four tokens stands in for a model, so that the probability of every output is a product of table entries. Whole
-outputs are counted, so a draft that is wrongly kept, or wrongly replaced, shows in the tokens behind it too. Bounds are those that a
+A Markov chain of four tokens stands in for a model, so that the probability of every output is a
+product of table entries. Whole
+outputs are counted, so a draft that is wrongly kept, or wrongly replaced, shows in the tokens
+behind it too. Bounds are those that a
 right program exceeds with a probability of 1e-4; seeds are fixed.
 """
 
@@ -45,7 +48,9 @@ class Chain(ToyModel):
 
 
 class Guess:
-    """Drafts that are not drawn: the token with the largest logit (or mass), one after another. table: [V, V]."""
+    """Drafts that are not drawn: the token with the largest logit (or mass), one after another.
+    table: [V, V].
+    """
 
     def __init__(self, table, max_draft_tokens):
         self.table, self.max_draft_tokens = table, max_draft_tokens
@@ -77,7 +82,9 @@ class Drawn(Guess):
 
 
 class OfModel(DeviceDrafter):
-    """Drafts that stay on the device, drawn from logits under the parameters of their request. table: [V, V] logits."""
+    """Drafts that stay on the device, drawn from logits under the parameters of their request.
+    table: [V, V] logits.
+    """
 
     def __init__(self, model, max_draft_tokens, table):
         super().__init__(model, max_draft_tokens)
@@ -102,8 +109,7 @@ def drafter(kind, model, params, k):
         "good": lambda: Drawn((0.8 * p + 0.2 / V).float(), k),
         "bad": lambda: Drawn(p.roll(1, dims=1).float(), k),
         "of the model": lambda: OfModel(model, k, 0.6 * model.table),
-        "guess, good": lambda: Guess(model.table, k),
-        "guess, bad": lambda: Guess(-model.table, k),
+        "guess": lambda: Guess(model.table, k),
     }[kind]()
 
 
@@ -128,7 +134,9 @@ def probability(table, params, output):
 
 
 def run(model, drafter, params, *, num_tokens, num_outputs, method="standard", **more):
-    """(outputs in the order of their seeds, drafts, accepted drafts). params: of all, or a list for requests in turn."""
+    """(outputs in the order of their seeds, drafts, accepted drafts). params: of all, or a list
+    for requests in turn.
+    """
     settings = {"max_num_seqs": 200, "max_num_batched_tokens": 4000, "num_pages": 3000} | more
     engine = Engine(
         model, EngineConfig(rejection_sample_method=method, **settings), drafter=drafter
@@ -143,7 +151,9 @@ def run(model, drafter, params, *, num_tokens, num_outputs, method="standard", *
 
 
 def excess(outputs, expected):
-    """Pearson's chi-squared over all outputs, rare ones taken together, as a standard normal (Wilson and Hilferty)."""
+    """Pearson's chi-squared over all outputs, rare ones taken together, as a standard normal
+    (Wilson and Hilferty).
+    """
     counts, n = Counter(outputs), len(outputs)
     assert abs(sum(expected.values()) - 1) < 1e-6
     assert all(expected[output] > 0 for output in counts), "an output that no rule allows"
@@ -156,18 +166,17 @@ def excess(outputs, expected):
     return ((statistic / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / math.sqrt(2 / (9 * freedom))
 
 
-@pytest.mark.parametrize("budget", [1500])
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
         ("bad", "temperature"),
         ("of the model", "top_k"),
         ("of the model", "top_p, min_p"),
-        *(("guess, good", name) for name in PARAMS),
+        *(("guess", name) for name in PARAMS),
     ],
 )
-def test_outputs_have_the_targets_distribution(kind, name, budget):
-    model, params = Chain(), PARAMS[name]
+def test_outputs_have_the_targets_distribution(kind, name):
+    model, params, budget = Chain(), PARAMS[name], 1500
     expected = {o: probability(model.table, params, o) for o in product(range(V), repeat=4)}
     guess = drafter(kind, model, params, 2)
     outputs, drafts, accepted = run(model, guess, params, num_tokens=4, num_outputs=budget)
@@ -189,7 +198,7 @@ def test_the_same_seeds_and_drafts_give_the_same_outputs(name):
     assert outputs("good", "standard", max_num_seqs=7) == together
     plain = outputs(None, "standard")
     assert together != plain and len(set(together)) > 20
-    for kind in ("good", "bad", "of the model", "guess, good"):
+    for kind in ("good", "bad", "of the model", "guess"):
         assert outputs(kind, "strict") == plain
 
 

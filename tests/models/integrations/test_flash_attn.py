@@ -1,4 +1,6 @@
-"""flash-attn's two functions over our kernels, against plain float64 attention, and what they refuse."""
+"""flash-attn's two functions over our kernels, against plain float64 attention, and what they
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def rows_of(q_lens, k_lens, dtype=torch.float32):
 
 def paged(rows, tables, block_size, num_pages):
     """A pool, NaN but for the rows of each sequence at the pages that its table names."""
-    pool = torch.full((num_pages, block_size, *rows[0].shape[1:]), NAN, device=DEVICE, dtype=rows[0].dtype)  # fmt: skip
+    pool = torch.full(
+        (num_pages, block_size, *rows[0].shape[1:]), NAN, device=DEVICE, dtype=rows[0].dtype
+    )
     for keys, table in zip(rows, tables, strict=True):
         for j, row in enumerate(keys):
             pool[table[j // block_size], j % block_size] = row
@@ -75,7 +79,24 @@ def expect_equal(out, lse, q, k, v, mask):
     assert first == out.shape[0]
 
 
-def expect_varlen(q_lens, k_lens, mask, dtype=torch.float32, tables=None):
+TABLES = [[3, 9], [7, -1], [1, 8], [5, -1], [2, -1]]
+# A chunk, a prompt, a decode, no token at all, and more tokens than keys; and prompts alone.
+MIXED, PROMPTS = ([5, 9, 1, 0, 4], [23, 9, 30, 7, 2]), ([9, 1, 17],) * 2
+VARLEN = [
+    (MIXED, mask, torch.float32, tables) for mask in MASKS.values() for tables in (None, TABLES)
+]
+VARLEN += [(PROMPTS, mask, torch.float16, None) for mask in MASKS.values()]
+# One new token each needs no causal: bottom-right aligned, no key is behind the query.
+VARLEN += [
+    (([1, 1, 1], [23, 1, 6]), mask, torch.float32, None)
+    for mask in ({}, {"window_size": (4, 2)}, {"window_size": (-1, 7)})
+]
+
+
+@pytest.mark.parametrize(("lengths", "mask", "dtype", "tables"), VARLEN)
+def test_varlen_against_float64(lengths, mask, dtype, tables):
+    """Packed or paged; prompts alone have one tensor of offsets."""
+    q_lens, k_lens = lengths
     q, k, v = rows_of(q_lens, k_lens, dtype)
     cu_q = offsets(q_lens)
     lengths = cu_q, cu_q if k_lens is q_lens else offsets(k_lens), max(q_lens), max(k_lens)
@@ -86,25 +107,6 @@ def expect_varlen(q_lens, k_lens, mask, dtype=torch.float32, tables=None):
     )
     assert out.dtype == dtype and empty.numel() == 0
     expect_equal(out, lse, q, k, v, mask)
-
-
-@masks
-@pytest.mark.parametrize("tables", [None, [[3, 9], [7, -1], [1, 8], [5, -1], [2, -1]]])
-def test_varlen_against_float64(tables, mask):
-    """A chunk, a prompt, a decode, no token at all, and more tokens than keys; packed or paged."""
-    expect_varlen([5, 9, 1, 0, 4], [23, 9, 30, 7, 2], mask, tables=tables)
-
-
-@masks
-def test_prompts_with_one_tensor_of_offsets(mask):
-    lens = [9, 1, 17]
-    expect_varlen(lens, lens, mask, torch.float16)
-
-
-@pytest.mark.parametrize("mask", [{}, {"window_size": (4, 2)}, {"window_size": (-1, 7)}], ids=str)
-def test_one_new_token_each_needs_no_causal(mask):
-    """Bottom-right aligned, so no key is behind the query."""
-    expect_varlen([1, 1, 1], [23, 1, 6], mask)
 
 
 @masks
