@@ -129,9 +129,7 @@ def write_tokenizer(path, kind):
 
 @pytest.mark.parametrize("kind", ["gemma", "llama", "byte-level", "wordpiece"])
 def test_a_stream_with_special_tokens_is_one_decode(tmp_path, kind):
-    """Lists of ids, special ones among them, characters in bytes: text, pieces, and where a stop
-    string ends it.
-    """
+    """Random ids, special ones and bytes of characters: text, pieces and stop strings."""
     tokenizer, words, split = write_tokenizer(tmp_path, kind)
     assert all(len(ids) > 1 for ids in split[:3])
     rng = random.Random(0)

@@ -88,9 +88,7 @@ class Reference:
         return self.turn(self.norm(x, "self_attn.kv_norm.weight"), position)
 
     def attention(self, inputs, start=0, context=None):
-        """Rows from position ``start`` on: each sees a window of them, or the context and all of
-        them.
-        """
+        """Rows from position ``start`` on; each sees its window, or the context and all rows."""
         c, w = self.config, self.w
         own, rows = [self.row(x, start + i) for i, x in enumerate(inputs)], []
         for i, x in enumerate(inputs):
@@ -204,9 +202,7 @@ def many():
 
 
 def plain_drafts(model, tokens, num_drafts, num_layers):
-    """Logits [num_drafts, vocab_size] of greedy drafts behind a whole sequence, without a cache.
-    tokens: the last one is known, not computed.
-    """
+    """Logits [num_drafts, vocab_size] of greedy drafts behind ``tokens``, without a cache."""
     attend = V4UnpagedAttend(model.config)
     ids = torch.tensor(tokens)
     streams = [model.streams(ids[:-1], torch.arange(len(ids) - 1), attend)]
@@ -232,9 +228,7 @@ def plain_drafts(model, tokens, num_drafts, num_layers):
 
 @pytest.mark.parametrize(("num_layers", "num_drafts"), [(3, 5)])
 def test_drafts_of_several_layers_in_the_engine(many, num_layers, num_drafts):
-    """Prompts in odd chunks, drafts accepted and rejected: what is proposed is what an uncached
-    run proposes.
-    """
+    """Engine drafts are those of an uncached run, in odd chunks, accepted and rejected."""
     seen = []
 
     class Watched(MTPDrafter):

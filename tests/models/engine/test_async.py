@@ -1,6 +1,4 @@
-"""Asynchronous scheduling, forced on a CPU: a step is launched before the tokens of the one before
-are known, and the output is the same.
-"""
+"""Asynchronous scheduling on a CPU: a step is launched before the tokens of the last are known."""
 
 from dataclasses import replace
 
@@ -16,9 +14,7 @@ from tests.support.models.toy import ToyModel, finish
 
 
 def test_a_dropped_row_of_nan_is_not_found():
-    """Behind the last token of a request a row is computed, and cached before it is known to be
-    bad.
-    """
+    """The row behind the last token of a request is cached before it is known to be bad."""
     tokens = [5 + n % 7 for n in range(14)]
     params = SamplingParams(20)
     model = ToyModel()
@@ -50,9 +46,7 @@ def test_a_dropped_row_of_nan_is_not_found():
 
 
 class Careless(ToyModel):
-    """In its first pass it writes other rows than it should, and tells of it by its logits; the
-    second one's are wrong.
-    """
+    """A model whose first pass writes wrong rows and gives NaN; logits of the second are wrong."""
 
     passes = 0
 
@@ -71,9 +65,7 @@ class Careless(ToyModel):
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_who_was_admitted_ahead_and_found_bad_rows_begins_anew(n):
-    """No row is kept that was computed from them, nor the token of the step in which they were
-    found; others go on.
-    """
+    """No row computed from bad ones is kept, nor the token of that step; others go on."""
     model, tokens, params = Careless(), [5, 9] * 24, SamplingParams(4, ignore_eos=True)
     config = test_isolation.config(
         async_scheduling=True, max_num_seqs=5, max_num_batched_tokens=len(tokens)

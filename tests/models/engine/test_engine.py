@@ -1,6 +1,4 @@
-"""The engine on the real allocator: every logit that it samples from equals a run of that sequence
-alone, without any cache.
-"""
+"""The engine on the real allocator: its logits are those of each sequence without a cache."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -118,9 +116,7 @@ def test_reports_tell_the_lengths_of_each_sequence():
 
 
 def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
-    """On a clock that only moves within the parts: each has what it took, whatever it was called
-    from, and nothing is lost.
-    """
+    """On a clock that moves within the parts alone, each part has its own time."""
     now = 0.0
     monkeypatch.setattr(report, "perf_counter", lambda: now)
     monkeypatch.setattr(report, "thread_time", lambda: 2 * now)
@@ -166,9 +162,7 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
 
 
 def test_triton_kernels_drive_the_engine():
-    """Chunks, decodes and a prefix hit; few tokens, because without a GPU the kernels run in
-    Triton's interpreter.
-    """
+    """Chunks, decodes and a prefix hit; few tokens, for the interpreter of Triton."""
     config = replace(get_config("gemma4-tiny"), layer_types=(SLIDING, FULL))
     run = Recorder(random_model(config, device=DEVICE), impl="triton", max_num_batched_tokens=24)
     ids = [run.add(prompt(19), max_tokens=2), run.add(prompt(10, seed=1), max_tokens=3)]

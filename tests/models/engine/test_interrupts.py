@@ -19,9 +19,7 @@ pytestmark = pytest.mark.usefixtures("ctrl_c")
 
 
 def interrupted_at(moment, work):
-    """Runs ``work`` and sends SIGINT before its line number ``moment`` of engine or allocator.
-    Returns (ended, lines run).
-    """
+    """Send SIGINT before line ``moment`` of engine or allocator; return (ended, lines run)."""
     lines = 0
 
     def of_line(frame, event, argument):

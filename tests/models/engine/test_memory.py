@@ -42,9 +42,7 @@ GROUPS = {
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_request_never_needs_more_pages_than_its_bound(name, drafts):
-    """Token by token in a pool of exactly that size; the most pages in use come within one block a
-    table of the bound.
-    """
+    """Token by token in a pool of that size; pages in use come near the bound."""
     groups, n = GROUPS[name], 700
     bound = pages_of_request(groups, n, drafts)
     kv = KVCache(
@@ -145,9 +143,7 @@ def peak_bytes(work):
     "name", ["gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "gpt-oss-tiny", "llama-tiny"]
 )
 def test_a_step_holds_what_its_model_says(name, monkeypatch):
-    """Of two bytes an element and with Triton's kernels, as on a GPU; the estimate is at most a
-    quarter above.
-    """
+    """Elements of two bytes and Triton's kernels; the estimate is at most a quarter above."""
     # The memory is all that counts.
     monkeypatch.setattr(launching, "launch", lambda *_, **named: None)
     monkeypatch.setattr(checks, "is_readable", lambda tensor: False)

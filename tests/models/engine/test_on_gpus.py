@@ -1,6 +1,4 @@
-"""Calls of models and engines to a GPU, where there is none: the right device and stream, and
-captured steps without the host.
-"""
+"""Calls to a GPU, where there is none: devices, streams, and captured steps without the host."""
 
 import ctypes
 import gc
@@ -71,9 +69,7 @@ def current(monkeypatch):
 
 
 def test_a_step_runs_on_the_device_of_its_engine(current, monkeypatch):
-    """Launches, streams and captures go to the current device, which others may have set: forward
-    passes, drafts, captures, replays.
-    """
+    """Forward passes, drafts, captures and replays, whatever device is the current one."""
     seen, model = [], ToyModel()
     drafter = NGramDrafter(2, min_ngram=1)
 
@@ -112,9 +108,7 @@ def test_a_step_runs_on_the_device_of_its_engine(current, monkeypatch):
 
 @pytest.fixture
 def runtime(current, monkeypatch):
-    """CUDA's calls about page-locked memory: .locked has {address: (bytes, flags, device)};
-    .status is what they return.
-    """
+    """CUDA's page locks: .locked is {address: (bytes, flags, device)}; calls return .status."""
     calls = SimpleNamespace(locked={}, status=0)
 
     def register(address, size, flags):
@@ -195,9 +189,7 @@ def test_where_decode_goes_through_graphs(device, wanted, impl, made):
 
 
 class OnDevice(TorchDispatchMode):
-    """Refuses operations that touch a tensor of the host, and tensors made of its values: graphs
-    copy from pinned memory only.
-    """
+    """Refuse tensors of the host and of its values: graphs copy from pinned memory alone."""
 
     def __enter__(self):
         self._patch = pytest.MonkeyPatch()
@@ -222,9 +214,7 @@ class OnDevice(TorchDispatchMode):
 
 
 def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
-    """Launches of Triton in a captured decode step of a model on the meta device, which says that
-    it is a GPU's.
-    """
+    """Launches of Triton in a captured decode step of a meta model that stands for a GPU."""
     launches = []
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta))
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)

@@ -1,6 +1,4 @@
-"""Log-probabilities of prompts against a whole forward pass without a cache, its softmax in
-float64.
-"""
+"""Log-probabilities of prompts against a forward pass without a cache and a float64 softmax."""
 
 import pytest
 import torch

@@ -48,9 +48,7 @@ class Chain(ToyModel):
 
 
 class Guess:
-    """Drafts that are not drawn: the token with the largest logit (or mass), one after another.
-    table: [V, V].
-    """
+    """Drafts that are not drawn: the largest logit or mass of each row. table: [V, V]."""
 
     def __init__(self, table, max_draft_tokens):
         self.table, self.max_draft_tokens = table, max_draft_tokens
@@ -82,9 +80,7 @@ class Drawn(Guess):
 
 
 class OfModel(DeviceDrafter):
-    """Drafts that stay on the device, drawn from logits under the parameters of their request.
-    table: [V, V] logits.
-    """
+    """Drafts on the device, drawn under their request's parameters. table: [V, V] logits."""
 
     def __init__(self, model, max_draft_tokens, table):
         super().__init__(model, max_draft_tokens)
@@ -151,9 +147,7 @@ def run(model, drafter, params, *, num_tokens, num_outputs, method="standard", *
 
 
 def excess(outputs, expected):
-    """Pearson's chi-squared over all outputs, rare ones taken together, as a standard normal
-    (Wilson and Hilferty).
-    """
+    """Pearson's chi-squared, rare outputs as one, as a standard normal (Wilson and Hilferty)."""
     counts, n = Counter(outputs), len(outputs)
     assert abs(sum(expected.values()) - 1) < 1e-6
     assert all(expected[output] > 0 for output in counts), "an output that no rule allows"

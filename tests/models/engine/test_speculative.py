@@ -7,9 +7,7 @@ from quire.models.engine.speculative import NGramDrafter
 
 
 def plain_lookup(tokens, max_ngram, min_ngram, k):
-    """The continuation by trying every length and place; of equally long matches the newest with k
-    tokens behind it, else the oldest.
-    """
+    """Try every length and place: the newest match with k tokens behind it, else the oldest."""
     for size in range(max_ngram, min_ngram - 1, -1):
         tail = tokens[len(tokens) - size :]
         ends = [e for e in range(size, len(tokens)) if tokens[e - size : e] == tail]

@@ -32,9 +32,7 @@ def leave(engine):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pages_come_back_as_they_left(name):
-    """Twice around host memory, to pages that others had: logits behind them are those of a run
-    without a cache.
-    """
+    """Logits behind pages that were in host memory twice are those of a run without a cache."""
     run = Recorder(random_model(few(name), device=DEVICE), num_pages=200, host_cache_gib=0.01)
     tokens, alignment = prompt(130), run.engine.kv.alignment
     run.add(tokens, max_tokens=2)

@@ -69,9 +69,7 @@ def test_answers_are_right_and_so_is_each_row_that_a_query_reads(scheduled):
 
 
 def test_no_more_tokens_are_computed_than_with_vllms_manager(scheduled):
-    """In all. Of one run of so few requests, a preemption more or less, or which prefix it costs,
-    is a few percent.
-    """
+    """Tokens of all runs; in one run a preemption more or less is a few percent."""
     cases = scheduled["cases"]
     computed = {who: [row[who]["computed"] for row in cases] for who in ("quire", "vllm")}
     assert sum(computed["quire"]) < 0.98 * sum(computed["vllm"])
@@ -80,9 +78,7 @@ def test_no_more_tokens_are_computed_than_with_vllms_manager(scheduled):
 
 
 def test_a_hit_leaves_a_drafter_the_block_that_it_cannot_trust(scheduled):
-    """Of prompts of 100, 97 and 81 equal tokens, one after the other: the last whole block that is
-    found is computed again.
-    """
+    """Prompts of 100, 97 and 81 equal tokens: the last whole block of a hit is computed again."""
     assert scheduled["drafter"] == [0, 96, 80, 0, 80, 64]
 
 
@@ -103,9 +99,7 @@ def test_what_a_preempted_request_was_given_in_its_step_is_not_found(scheduled):
 
 
 def test_every_row_of_attention_is_right(layers):
-    """Prefixes that are shared, chunks, decodes and blocks that change their group, in one
-    allocation that is NaN at first.
-    """
+    """Shared prefixes, chunks, decodes and blocks that change their group, in NaN memory."""
     for name, case in layers["cases"].items():
         assert case["wrong"] == 0, name
         assert case["rows"] > 1000 and case["hits"] > 0

@@ -1,6 +1,4 @@
-"""Every kind of tensor of six checkpoints, and all that may be wrong with it: an error that names
-tensor and file, before garbage is generated.
-"""
+"""Wrong tensors of each kind in six checkpoints: an error names tensor and file."""
 
 import functools
 import json
@@ -77,9 +75,7 @@ class Checkpoint:
             self.names = [name for name in self.names if ".experts." in name]  # all else as in fp8
 
     def batches(self, wanted=lambda *_: True):
-        """Names in as few errors as name them all; expert by expert in DeepSeek-V4, whose experts
-        must be of one format.
-        """
+        """Names in few errors; one by one those of DeepSeek-V4 experts, which have one format."""
         names = [name for name in self.names if wanted(name, self.tensors[name])]
         alone = [name for name in names if ".ffn.experts." in name]
         names = [name for name in names if name not in alone]
@@ -198,9 +194,7 @@ def test_tensors_that_are_there_twice(checkpoint, other):
 
 
 def broken(tensor, last):
-    """The tensor with one element that is no finite number, or no expert; None where its dtype has
-    none such.
-    """
+    """The tensor with one bad element: no finite number, or no expert."""
     flat = tensor.clone().flatten()
     at = -1 if last else 0
     if tensor.dtype in (torch.uint8, torch.int8, E8M0, FP8):
@@ -236,9 +230,7 @@ def test_weights_that_are_no_finite_numbers(checkpoint):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_weights_that_overflow(tmp_path, dtype):
-    """Finite in the file, infinite in the model's dtype: 70000 in fp16, the largest fp32 in bf16,
-    1e39 in fp32.
-    """
+    """Finite in the file and infinite in the model's dtype."""
     write_dense(tmp_path)
     tensors, name = load_file(tmp_path / FILE), "model.layers.1.mlp.up_proj.weight"
     largest = torch.tensor(torch.finfo(dtype).max, dtype=torch.float64)

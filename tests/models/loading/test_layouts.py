@@ -1,6 +1,4 @@
-"""Directories as they are published: each loads, with the logits of transformers on what its bytes
-stand for, or one line names what is not supported.
-"""
+"""Published directories: each loads with transformers' logits, or one line refuses it."""
 
 import json
 import re
@@ -135,9 +133,7 @@ def with_copies(stored):
 
 
 def write_v4_of_0731(path, edit=None):
-    """The keys that DeepSeek-V4-Flash-0731 has: one layer of its drafter is counted, and three are
-    there.
-    """
+    """The keys of DeepSeek-V4-Flash-0731: one drafter layer is counted, and three are there."""
     written = write_v4(path, "fp8", edit=edit, model=v4_release.with_dspark())
     raw = json.loads((path / "config.json").read_text())
     del raw["layer_types"]

@@ -56,9 +56,7 @@ def forbidden(op, args, kwargs) -> str | None:
 
 
 class Waits(TorchDispatchMode):
-    """Keeps the names of operations that wait for the device. monkeypatch: to see copies from and
-    to the host too.
-    """
+    """Record operations that wait for the device; with monkeypatch copies to the host too."""
 
     def __init__(self, monkeypatch=None):
         super().__init__()
