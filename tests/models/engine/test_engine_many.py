@@ -35,8 +35,8 @@ SAMPLING = (
     {"temperature": 0.7, "seed": 1},
     {"temperature": 1.0, "top_k": 8, "seed": 2},
     {"temperature": 1.2, "top_p": 0.8, "seed": 3},
-    {"temperature": 1.5, "min_p": 0.1, "seed": 4, "repetition_penalty": 1.3},
-    {"repetition_penalty": 1.2},
+    {"temperature": 1.5, "min_p": 0.1, "seed": 4, "repetition_penalty": 1.3, "logprobs": 3},
+    {"repetition_penalty": 1.2, "logprobs": 0},
     {"temperature": 1.0, "seed": 5, "stop": ("5", "1", "07"), "logprobs": 2},
     {"temperature": 1.0, "seed": 6, "n": 2, "prompt_logprobs": 1},
 )
@@ -285,19 +285,30 @@ def later(engine, ends):
     return waits
 
 
-def expect(output, expected, model):
+def expect_scores(model, tokens, first, scores, num_top):
+    """Log-probabilities of tokens [first, ...), before penalties, temperature and filters."""
+    for i, got in enumerate(scores or (), first):
+        want = plain_logits(model, tokens[:i]).log_softmax(-1)
+        assert got.logprob == pytest.approx(float(want[tokens[i]]), abs=1e-5, nan_ok=True)
+        if not want.isnan().any():
+            values, ids = want.topk(num_top)
+            assert [token for token, _ in got.top] == ids.tolist()
+            assert [x for _, x in got.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+def expect(output, expected, model, params):
     """Compare an output with `answer`; of one that was ended, what it has."""
     tokens, n = output.prompt_token_ids, len(output.token_ids)
     if output.finish_reason in ("abort", "error"):
         assert output.token_ids == expected[0][:n] and expected[1].startswith(output.text)
     else:
         assert (output.token_ids, output.text, output.finish_reason) == expected
+    assert (output.logprobs is None) == (params.logprobs is None)
     assert output.logprobs is None or len(output.logprobs) == n
-    scores = output.prompt_logprobs or ()
-    assert not scores or len(scores) == len(tokens) or output.finish_reason in ("abort", "error")
-    for i, got in list(enumerate(scores))[1:]:
-        want = plain_logits(model, tokens[:i]).log_softmax(-1)[tokens[i]]
-        assert got.logprob == pytest.approx(float(want), abs=1e-5, nan_ok=True)
+    expect_scores(model, tokens + output.token_ids, len(tokens), output.logprobs, params.logprobs)
+    scores = output.prompt_logprobs or (None,)
+    assert len(scores) in (1, len(tokens)) or output.finish_reason in ("abort", "error")
+    expect_scores(model, tokens, 1, scores[1:], params.prompt_logprobs)
     assert (output.error is not None) == (output.finish_reason in ("nan", "error"))
     if output.error is not None:
         assert isinstance(output.error, RequestError)
@@ -338,7 +349,7 @@ def test_many_requests_equal_each_alone(name, monkeypatch):
     for (place, sample), output in outputs.items():
         tokens, params, _ = work[place]
         expected = answer(model, tokens, params, model.config.eos_token_ids, longest, sample)
-        expect(output, expected, model)
+        expect(output, expected, model, params)
         if place % 2 == 0:
             ids, text = streams[place, sample]
             assert output.token_ids[: len(ids)] == ids and output.text.startswith(text)
