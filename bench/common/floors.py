@@ -51,11 +51,9 @@ class Rates:
 def device_rates(
     device: torch.device, dtype: torch.dtype, *, copy_bytes: int | None = None
 ) -> Rates:
-    """Copy and matmul rates of a device: the best of several repetitions.
+    """Copy rate and matmul rate in ``dtype`` of a device: the best of several repetitions.
 
-    Args:
-        dtype: dtype of the product.
-        copy_bytes: size of the copied buffer, at most 1 GiB; default: 1 GiB, on a CPU 64 MiB.
+    copy_bytes: size of the copied buffer, at most 1 GiB; default: 1 GiB, on a CPU 64 MiB.
     """
     on_gpu = device.type == "cuda"
     size = min(copy_bytes or (MAX_COPY_BYTES if on_gpu else 2**26), MAX_COPY_BYTES)

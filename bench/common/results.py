@@ -67,12 +67,7 @@ def write_json(path: Path | None, result: Any, *, final: bool = True) -> None:
 
 
 def require_matplotlib(path: str | Path) -> None:
-    """Raise before the work starts if a picture cannot be drawn.
-
-    Raises:
-        ImportError: matplotlib is missing; names the extra.
-        ValueError: a file of a format that it cannot write.
-    """
+    """Raise, before the work starts, where matplotlib is missing or cannot write the format."""
     try:
         import matplotlib  # noqa: F401
         from matplotlib.backend_bases import FigureCanvasBase

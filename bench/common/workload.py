@@ -94,7 +94,6 @@ def chat_workload(
         bos_token_id: first token of every session; None = none.
         limit: sessions at most; None = NUM_SESSIONS.
         scale: factor of all lengths.
-        seed: of lengths and quotes.
     """
 
     def tokens(text: str) -> list[int]:
@@ -146,9 +145,7 @@ def trace_workload(
 
     Args:
         vocab_size, low: token ids are in low .. vocab_size - 1.
-        limit: requests at most.
         scale: factor of all lengths; blocks shrink to 512 * scale tokens.
-        seed: seed of the expansion of ids to tokens.
 
     Raises:
         ValueError as `load_mooncake`, or unless scale <= 1.

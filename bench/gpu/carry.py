@@ -29,14 +29,7 @@ def pack(out: Path, file: Path) -> None:
 
 
 def unpack(file: Path, out: Path) -> int:
-    """Extract a file of `pack` into a folder, over files of the same names.
-
-    Returns:
-        Number of compiled kernels.
-
-    Raises:
-        ValueError: no such archive.
-    """
+    """Extract a file of `pack` over files of the same names; return the number of kernels."""
     try:
         with tarfile.open(file) as tar:
             tar.extractall(out, filter="data")

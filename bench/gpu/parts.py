@@ -67,11 +67,7 @@ class Part:
 
 
 def plan(dry_run: bool, num_gpus: int = 1) -> list[Part]:
-    """The parts in order; in a dry run tiny, with limits `DRY_RUN_FACTOR` times as long.
-
-    Args:
-        num_gpus: GPUs of the machine; several add a part that runs one model on them.
-    """
+    """The parts in order; in a dry run tiny, with limits `DRY_RUN_FACTOR` times as long."""
 
     def run(module: str, real: str = "", dry: str = "") -> tuple[str, ...]:
         return ("-m", module, "--json", "{json}", *shlex.split(dry if dry_run else real))

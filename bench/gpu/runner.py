@@ -38,10 +38,8 @@ class Runner:
     """Run parts; the record of each is ``out``/<part>.json.
 
     Args:
-        out: folder of results.
-        peers: folder of peers that are not installed, or None.
-        dry_run: tiny parts, on a CPU.
-        tar: file that `pack` writes after each part, or None.
+        peers: folder of peers that are not installed.
+        tar: file that `pack` writes after each part.
     """
 
     def __init__(self, out: Path, peers: Path | None, dry_run: bool, tar: Path | None = None):

@@ -31,14 +31,7 @@ STATE_GROUPS = [(4, 8), (8, 128)]
 
 
 def rows(spec: str, requests: list[int], repeats: int, steps: int) -> list[Row]:
-    """Measure vLLM's allocator; the names of the figures are those of `measure`.
-
-    Args:
-        spec: key of `SPECS`.
-        requests: sizes of decode batches.
-        repeats: runs of the million-token prompt.
-        steps: decode steps to time.
-    """
+    """Measure vLLM's allocator; arguments and names of figures are those of `measure.spec_rows`."""
     init_none_hash(sha256)
     times = Times()
     try:

@@ -72,9 +72,6 @@ def load_operators(folder: Path | None, name: str) -> Any:
     """Load the library of operators ``name``.abi3.so that vLLM's wheel has.
 
     It is searched for in the folder and in an installed vLLM, which is not imported.
-
-    Raises:
-        FileNotFoundError: no such library; OSError: it cannot be loaded.
     """
     spec = importlib.util.find_spec("vllm")
     installed = [] if spec is None else spec.submodule_search_locations or []

@@ -14,7 +14,6 @@ def quire_calls(problem: Problem, *, in_step: bool = False, impl: str | None = N
     """One call for each copy; all write the same results.
 
     Args:
-        problem: arguments of the operator.
         in_step: hand over the step's own rows beside the pages.
         impl: as in ``quire.kernels``.
     """

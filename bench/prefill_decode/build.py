@@ -60,12 +60,9 @@ def build_model(
     Args:
         name: a named configuration, a directory, a .gguf file, or a name on the Hub.
         dtype: default: the checkpoint's own; for random weights bfloat16 on a GPU, else float32.
-        kv_cache_dtype: of the engine that it is for.
-        seed: of random weights.
 
     Raises:
-        ValueError for a name that is none of these or a model that does not fit the memory, and
-        the errors of `load_model`.
+        ValueError: no such name, or a model that does not fit the memory; errors of `load_model`.
     """
     if (config := named_configs().get(name)) is None:
         path = locate_checkpoint(name)

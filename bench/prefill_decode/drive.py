@@ -73,10 +73,9 @@ def run_workload(
     Args:
         concurrency: requests in the engine at once.
         prompts: used in place of what was generated: the work of another run.
-        label: of the progress bar, which is shown on a terminal only.
 
     Raises:
-        RequestError, a RuntimeError, when one of the requests fails.
+        RequestError: one of the requests failed.
     """
     queue = deque((s, 0) for s in range(len(workload.sessions)))
     history: dict[int, tuple[int, ...]] = {}

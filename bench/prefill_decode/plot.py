@@ -7,14 +7,7 @@ from typing import Any
 
 
 def save_plot(result: dict[str, Any], path: Path) -> None:
-    """Writes the picture; the format follows the file's suffix.
-
-    Args:
-        result: of `quire.bench.prefill_decode.report`.
-
-    Raises:
-        OSError when the file cannot be written.
-    """
+    """Write the picture in the format of the file's suffix."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 

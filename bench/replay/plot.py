@@ -10,12 +10,7 @@ from .experiment import Row
 
 
 def save_plot(rows: list[Row], path: str | Path) -> None:
-    """Draw one column of axes a workload and preset, one line a retention and eviction.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        OSError, ValueError: the file cannot be written, or has an unknown suffix.
-    """
+    """Draw one column of axes a workload and preset, one line a retention and eviction."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter

@@ -195,8 +195,7 @@ def replay(
     """Serve ``workload`` from a pool of ``num_pages`` pages.
 
     Args:
-        progress: called with 1 after each request.
-        behind: makes the host memory behind the pool; None: no host memory.
+        behind: makes the host memory behind the pool.
         options: arguments of `KVCache` (retention, policy, replay_tokens).
 
     Raises:

@@ -35,10 +35,8 @@ class VLLMReplay(Replay):
 
     Args:
         empty: a cache of the preset's groups, for keys alone.
-        preset: key of `PRESETS`.
         num_pages: pages of the pool, the null page included.
-        retention: tokens between the window tails that it keeps; 0: those of each prompt's end;
-            None: one at every boundary.
+        retention: see `manager_of`.
     """
 
     def __init__(

@@ -48,12 +48,7 @@ ARCHS = tuple(NUM_SMS)
 def resident_programs(
     arch: str, registers: int, shared_bytes: int, threads: int, tensor_columns: int = 0
 ) -> int:
-    """Programs that an SM holds at once.
-
-    Args:
-        registers: of a thread.
-        tensor_columns: of a program.
-    """
+    """Programs of so many registers a thread that an SM holds at once."""
     sm = SMS[arch]
     bounds = [
         SM_REGISTERS // (_rounded(registers) * threads),
@@ -67,12 +62,7 @@ def resident_programs(
 
 
 def resident_workgroups(arch: str, registers: int, shared_bytes: int, num_warps: int) -> int:
-    """Programs that a CU holds at once.
-
-    Args:
-        registers: of a lane, with those for accumulators.
-        num_warps: wavefronts of a program.
-    """
+    """Programs that a CU holds at once; registers of a lane, with those for accumulators."""
     waves = min(CU_WAVES, CU_REGISTERS // _rounded(registers)) * CU_SIMDS
     return min(waves // num_warps, CU_SHARED[arch] // max(shared_bytes, 1))
 
