@@ -15,7 +15,6 @@ import mmap
 import re
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +138,8 @@ class GGUFFile:
     def keys(self) -> list[str]:
         return list(self._tensors)
 
-    def get_slice(self, name: str) -> TensorSlice:
-        return TensorSlice(self._tensors[name].shape)
+    def get_slice(self, name: str) -> StoredTensor:
+        return self._tensors[name]
 
     def get_tensor(self, name: str) -> Tensor:
         """A tensor in float32."""
@@ -234,19 +233,6 @@ class GGUFFile:
         if value is None and not default:
             raise ValueError(f"path: expected metadata {key!r}, got none")
         return value
-
-
-@dataclass(frozen=True)
-class TensorSlice:
-    """Shape and dtype of a tensor of a file, as safetensors' ``get_slice`` gives them."""
-
-    shape: tuple[int, ...]
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        return "F32"
 
 
 def unpack(file: Path, cache: Path | None = None) -> Path:

@@ -21,12 +21,21 @@ MAX_HEADER = 2**25  # bytes; with a vocabulary of 2**18 it has 2**23
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file: shape as in PyTorch, number of its type, place of its bytes."""
+    """A tensor of a file: shape as in PyTorch, number of its type, place of its bytes.
+
+    It has the methods of safetensors' slices that tell shape and dtype; it is read in float32.
+    """
 
     shape: tuple[int, ...]
     type: int
     start: int
     num_bytes: int
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return "F32"
 
 
 class Header:
