@@ -144,9 +144,14 @@ CHANGES = {name: (lambda *_: True, change, "misshaped") for name, change in SHAP
 def test_shapes_and_dtypes(checkpoint, change):
     wanted, make, word = CHANGES[change]
     for names in checkpoint.batches(wanted):
-        checkpoint.write({name: make(checkpoint.tensors[name]) for name in names})
+        changed = {name: make(checkpoint.tensors[name]) for name in names}
+        checkpoint.write(changed)
         message = checkpoint.error()
         assert word in message and all(name in message for name in names), message
+        if word:
+            assert all(f" {[*tensor.shape]} (exp" in message for tensor in changed.values()), (
+                message
+            )
 
 
 def is_scale(name):
