@@ -31,12 +31,12 @@ from tests.support.models.toy import PAGE_BYTES, VOCAB, ToyModel, plain_logits
 
 SAMPLING = (
     {},
-    {},
+    {"logprobs": 0},
     {"temperature": 0.7, "seed": 1},
     {"temperature": 1.0, "top_k": 8, "seed": 2},
     {"temperature": 1.2, "top_p": 0.8, "seed": 3},
     {"temperature": 1.5, "min_p": 0.1, "seed": 4, "repetition_penalty": 1.3, "logprobs": 3},
-    {"repetition_penalty": 1.2, "logprobs": 0},
+    {"repetition_penalty": 1.2},
     {"temperature": 1.0, "seed": 5, "stop": ("5", "1", "07"), "logprobs": 2},
     {"temperature": 1.0, "seed": 6, "n": 2, "prompt_logprobs": 1},
 )
