@@ -39,7 +39,7 @@ class BlockStored:
         sliding_window: tokens, window groups only.
         medium: place of the blocks.
         salt, extra_keys: if the log has identities, the salt of the prompt and each block's extra
-            keys (start, stop, key) cut to it; b"" and () for none.
+            keys (start, stop, key), stops cut to its end; b"" and () for none.
         request_id: request that stored them; None if unknown.
     """
 

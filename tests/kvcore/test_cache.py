@@ -162,6 +162,8 @@ def test_a_replay_is_offered_where_it_saves_tokens():
         assert match.explain() == said + (f"; replayed from {start}" if start else "")
         if start == 160:
             e.run("again", PROMPT[:190])  # leaves points at 176 and before
+            stats = e.kv.stats()
+            assert (stats["replays"], stats["replayed_tokens"]) == (1, 32)
             match = e.kv.match(PROMPT[:200])
             assert (match.num_tokens, match.replay_from) == (176, None)
 

@@ -345,18 +345,23 @@ def test_events_of_an_emptied_host_leave_the_device_its_blocks():
     assert [(e.medium, len(e.block_hashes)) for e in log.take()[1]] == [("CPU", 12), ("GPU", 5)]
 
 
-def test_events_name_salts():
+def test_events_name_salts_and_extra_keys():
     """Of what was computed, of its copy, and of what came back."""
     log = EventLog(identities=True)
     s = Setup(host=40, events=log)
-    s.serve(PROMPT, salt=b"tenant")
+    identity = {"salt": b"tenant", "extra_keys": [(5, 30, b"image")]}
+    s.serve(PROMPT, **identity)
     s.behind()
     first = log.take()[1]
-    s.load(PROMPT, salt=b"tenant")
-    for events, media in [(first, {"GPU", "CPU"}), (log.take()[1], {"GPU"})]:
+    s.load(PROMPT, **identity)
+    parts = [((5, stop, b"image"),) for stop in (8, 16, 24, 30)]
+    for events, media in [(first, ["GPU", "CPU"]), (log.take()[1], ["GPU"])]:
         stored = [event for event in events if isinstance(event, BlockStored)]
-        assert {event.medium for event in stored if event.kind == "dense"} == media
         assert {event.salt for event in stored} == {b"tenant"}
+        for medium in ("GPU", "CPU"):
+            dense = [e for e in stored if (e.kind, e.medium) == ("dense", medium)]
+            found = [keys for event in dense for keys in event.extra_keys if keys]
+            assert found == (parts if medium in media else [])
 
 
 def test_stats():
