@@ -289,7 +289,7 @@ def test_a_full_disk_is_no_wrong_result(monkeypatch, capsys):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(kernels, "_measure", full)
+    monkeypatch.setattr(kernels, "time_checked", full)
     assert kernels.main(["--set", "tiny", "--only", "decode", "--impl", "quire", "--device", "cpu"]) == 2  # fmt: skip
     captured = capsys.readouterr()
     assert captured.err == "error: [Errno 28] No space left on device\n" and "WRONG" not in captured.out  # fmt: skip
