@@ -123,6 +123,11 @@ def test_json_and_text(tmp_path, capsys):
         assert sum(phase["steps"] for phase in phases) == result[run]["steps"]
         assert sum(row["requests"] for row in result[run]["groups"]) == 8
         assert result[run]["idle_us_per_step"] > 0
+        assert all(0 <= row["hit_rate"] < 1 for row in result[run]["groups"])
+        pages, allocator = result[run]["pages"], result[run]["allocator"]
+        assert pages["cached"] <= pages["total"] == result["engine"]["num_pages"] - 1
+        in_steps = 1e-6 * allocator["us_per_step"] * result[run]["steps"]
+        assert 0 < in_steps < 0.5 * result[run]["seconds"]
     hit = result["cached"]["hit"]
     assert 0 < hit["tokens"] < hit["prompt_tokens"] and sum(hit["limited_by"].values()) == 8
     assert result["uncached"]["hit"]["limited_by"] == {"caching-disabled": 8}

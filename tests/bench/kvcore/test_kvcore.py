@@ -46,6 +46,14 @@ def test_other_figures(spec, monkeypatch):
     assert all(0 < r["value"] < 10 and (r["spec"], r["unit"]) == (spec, "s") for r in rows)
 
 
+def test_the_tokens_of_a_timed_step_are_computed():
+    cache, slots = measure.decoding("v4", 2, context=600)
+    for run in (measure.decode_times, measure.reserve_times):
+        before = cache.num_computed[slots].copy()
+        run(cache, slots, 3)
+        assert (cache.num_computed[slots] == before + 3).all()
+
+
 def test_a_full_pool_makes_room(monkeypatch):
     monkeypatch.setattr(measure, "CHUNK", 1024)
     monkeypatch.setattr(measure, "MILLION", 1 << 17)
