@@ -1,8 +1,8 @@
 """Paged attention for CPU tensors: gather the visible pages, then torch's own products.
 
 Sequences with one new token are one padded batch. Every other sequence is a batch of its own, so
-that the results of a prefill chunk depend on that chunk alone. Queries go in blocks, which leave out
-keys that none of them sees. Lengths and page ids are read on the host and checked.
+that the results of a prefill chunk depend on that chunk alone. Queries go in blocks, which leave
+out keys that none of them sees. Lengths and page ids are read on the host and checked.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class QueryBlock(NamedTuple):
     Attributes:
         tokens: the B * L tokens.
         keys: of the keys that the sequences read, those that these tokens see.
-        hidden: for n of these keys each, [B, 1, 1, L, n] fp32: -inf where a token does not see them,
-            else 0. The tokens see all other keys.
+        hidden: for n of these keys each, [B, 1, 1, L, n] fp32: -inf where a token does not see
+            them, else 0. The tokens see all other keys.
         empty: [B] sequences that see no key; None: there are none.
     """
 

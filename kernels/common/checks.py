@@ -1,7 +1,8 @@
 """Argument checks of the public functions, and the choice of an implementation.
 
 A check raises ValueError, if nothing else is said, with a message such as ``block_table: expected
-int32 [4, *], got int64 [4, 9]``. Values are checked in CPU tensors only: no check waits for a device.
+int32 [4, *], got int64 [4, 9]``. Values are checked in CPU tensors only: no check waits for a
+device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ IMPLS = ("triton", "torch")
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 E4M3 = torch.float8_e4m3fn
-# Sequences have fewer tokens: the sum of two positions, or of a position and a window, fits 32 bits.
+# Sequences have fewer tokens: two positions, or a position and a window, add up to 32 bits.
 MAX_TOKENS = 2**30
 # Rows of a tile, at most. The kernels address those of a tile of new rows with 32 bits.
 MAX_TILE = 128
@@ -38,8 +39,8 @@ def accept(
     first of them, a tensor.
 
     The check is not made again where it has passed for equal host values, and tensors of the same
-    shapes, strides, dtypes and devices: it must look at nothing else. Other objects have these as an
-    attribute ``signature``.
+    shapes, strides, dtypes and devices: it must look at nothing else. Other objects have these as
+    an attribute ``signature``.
 
     Args:
         values: what the check looks at; None = ``args``.
@@ -78,7 +79,8 @@ def expect_impl(impl: str | None, device_type: str) -> None:
 
         if not triton.knobs.runtime.interpret:
             raise NotImplementedError(
-                "impl: 'triton' is supported on GPUs (and by Triton's interpreter, TRITON_INTERPRET=1), got a CPU"
+                "impl: 'triton' is supported on GPUs (and by Triton's interpreter, "
+                "TRITON_INTERPRET=1), got a CPU"
             )
 
 
@@ -209,7 +211,7 @@ def read_batch(
 def expect_ring(
     width: int, block_size: int, window: int, lengths: list[int], bounds: list[int], new_rows: bool
 ) -> None:
-    """Require a table of ``width`` blocks to hold all rows that a step with a window reads from pages.
+    """Require a table of ``width`` blocks to hold the rows that a step with a window reads.
 
     new_rows: the step's own rows are not in the pages.
     """
@@ -278,7 +280,7 @@ def default_decodes(num_seqs: int, max_seqlen_q: int) -> int:
 
 
 def check_batch(call: Any, name: str, table: torch.Tensor, head_dim_v: int) -> None:
-    """Check the ragged batch, the page table of that name and the results of a call of attention."""
+    """Check the ragged batch, the page table ``name`` and the results of a call of attention."""
     q, device = call.q, call.q.device
     num_tokens, num_heads = q.shape[:2]
     num_seqs = expect_batch(call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, device)
@@ -317,8 +319,8 @@ def expect_head_dim(name: str, head_dim: int) -> None:
 def check_pages(
     k_pages: torch.Tensor, v_pages: torch.Tensor, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Require K and V pages ``[num_pages, block_size, num_kv_heads, head_dim]`` of equal shape, both
-    of ``dtype`` or both e4m3."""
+    """Require K and V pages ``[num_pages, block_size, num_kv_heads, head_dim]`` of equal shape,
+    both of ``dtype`` or both e4m3."""
     axes = "num_pages", "block_size", "num_kv_heads", "head_dim"
     expect_tensor("k_pages", k_pages, axes, (dtype, E4M3), device=device)
     expect_tensor("v_pages", v_pages, tuple(k_pages.shape), k_pages.dtype, device=device)
@@ -370,7 +372,8 @@ def check_scales(
             expect_positive(name, scale)
     if scale_kind(k_scale) != scale_kind(v_scale):
         raise ValueError(
-            f"v_scale: expected the kind of k_scale, {_described(k_scale)}, got {_described(v_scale)}"
+            f"v_scale: expected the kind of k_scale, {_described(k_scale)}, got "
+            f"{_described(v_scale)}"
         )
 
 
@@ -409,8 +412,8 @@ def one_step() -> Iterator[None]:
 
 
 def once_a_step(read: Callable[..., R], *args: Any) -> R:
-    """``read(*args)``, which reads and checks values of tensors on the host. Within `one_step` it is
-    called once for the same tensors and equal other arguments."""
+    """``read(*args)``, which reads and checks values of tensors on the host. Within `one_step` it
+    is called once for the same tensors and equal other arguments."""
     results = _of_step.get()
     if results is None:
         return read(*args)

@@ -3,7 +3,7 @@
 Plain pages are rows [num_pages, storage_block_size, dim]. Quantized pages of n rows are bytes:
 
     latents       n rows of 448 e4m3 values and 64 bf16 roped values: 576 bytes, at row * 576
-                  n rows of 7 exponents e + 127, for 64 values each, and a zero: at n * 576 + row * 8
+                  n rows of 7 exponents e + 127, each of 64 values, and a zero: at n * 576 + row * 8
     index keys    n rows of index_dim e4m3 values, then n fp32 scales
 
 Source: DeepSeek-V4 (``fp8_ds_mla`` rows; FlashMLA's tests/quant.py, where they are MODEL1).
@@ -56,8 +56,8 @@ class RowPages:
         return isinstance(self.data, torch.Tensor) and self.data.dtype == torch.uint8
 
     def read(self, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Gather rows [..., dim] of ``slots`` [...] int64, page * storage_block_size + row, exactly; a
-        negative slot gives zeros."""
+        """Gather rows [..., dim] of ``slots`` [...] int64, page * storage_block_size + row,
+        exactly; a negative slot gives zeros."""
         known = slots.clamp(min=0)
         page, row = known // self.storage_block_size, known % self.storage_block_size
         if self.fp8:
@@ -161,7 +161,7 @@ class LatentPages(RowPages):
 
     @property
     def scales(self) -> torch.Tensor:
-        """Quantized pages: [num_pages, storage_block_size, 8] uint8 view, 7 biased exponents and 0."""
+        """Quantized pages: [num_pages, storage_block_size, 8] uint8, 7 biased exponents and 0."""
         return self._view(self.storage_block_size * ROW_BYTES, SCALE_BYTES, SCALE_BYTES)
 
     def _views(self) -> tuple[torch.Tensor, ...]:
@@ -173,7 +173,9 @@ class LatentPages(RowPages):
         rope = rows[:, NOPE_DIM:].to(torch.bfloat16)
         return values, rope, torch.nn.functional.pad(biased, (0, 1))
 
-    def _dequantize(self, values: torch.Tensor, rope: torch.Tensor, biased: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    def _dequantize(
+        self, values: torch.Tensor, rope: torch.Tensor, biased: torch.Tensor
+    ) -> torch.Tensor:
         nope = dequantize_groups(values, biased[..., :-1].int() - EXPONENT_BIAS)
         return torch.cat([nope, rope.float()], -1)
 

@@ -38,7 +38,7 @@ def flash_mla_with_kvcache(
     """Sparse decode attention over lists of physical rows of a window cache and of an extra cache.
 
     It takes any number of heads (FlashMLA: 64 and 128), and plain caches as well as quantized ones.
-    The device divides the work, so ``tile_scheduler_metadata`` is ignored. Attention over all keys of
+    The device divides the work: ``tile_scheduler_metadata`` is ignored. Attention over all keys of
     a sequence is ``mla_attention``.
 
     Args:

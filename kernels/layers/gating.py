@@ -11,7 +11,7 @@ from ..common import checks, launching, strided
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 BLOCK = 1024
-# Elements of a block of rows that torch computes at once, so that its fp32 copies stay in the cache.
+# Elements of a block of rows that torch computes at once: its fp32 copies stay in the CPU's cache.
 CACHED_ELEMENTS = 1 << 18
 # 2 * sqrt(2 / pi)
 GELU_FACTOR = tl.constexpr(1.5957691216057308)

@@ -231,7 +231,7 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def close(self) -> None:
-        """End the other ranks and wait for copies of the host tier; no request or step may follow."""
+        """End the other ranks and wait for the host tier; no request or step may follow."""
         self._expect_between_steps("close")
         self._is_closed = True
         if self.tiers is not None:

@@ -1,13 +1,14 @@
 """Requests: which ones run in a step, and what its tokens add to them. Deterministic.
 
 Running requests are kept in order of admission. A step has up to ``max_num_batched_tokens`` tokens:
-first one token of each request that decodes, whose newest token alone is not computed yet. Then come
-prefill chunks of running requests, then of waiting requests, which are admitted, and last drafts.
+first one token of each request that decodes, whose newest token alone is not computed yet. Then
+come prefill chunks of running requests, then of waiting requests, which are admitted, and last
+drafts.
 
 When pages run out, the scheduler waits for open copies of the host tier, which hold pages. If there
-are none, the request admitted last is preempted: it gives its pages back and waits at the head of the
-queue. A request that runs alone gets a shorter chunk. No request is admitted then until one has ended, or the
-requests of a failed step have been taken back.
+are none, the request admitted last is preempted: it gives its pages back and waits at the head of
+the queue. A request that runs alone gets a shorter chunk. No request is admitted then until one has
+ended, or the requests of a failed step have been taken back.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Step:
             first += len(rows)
 
     def set_placeholders(self) -> None:
-        """Let the next step of its requests begin with its tokens, ``BatchBuilder.sampled[row]``."""
+        """Let the next step of its requests begin with its tokens, `BatchBuilder.sampled` [row]."""
         for row, i in enumerate(self.ready):
             request = self.requests[i]
             if request.slot >= 0:
@@ -366,7 +367,7 @@ class Scheduler:
         return chosen, admitted
 
     def _chunk(self, request: Request, count: int, rows_left: int) -> tuple[int, int]:
-        """Limit a chunk of ``count`` tokens to ``rows_left`` rows that prompt log-probabilities need.
+        """Limit a chunk of ``count`` tokens to ``rows_left`` rows with prompt log-probabilities.
 
         Returns:
             (New tokens, rows left for other chunks).

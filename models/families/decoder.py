@@ -46,8 +46,8 @@ def rope_frequencies(config: ModelConfig, device: torch.device) -> dict[str, Ten
 def rotary_of(
     config: ModelConfig, frequencies: dict[str, Tensor], positions: Tensor
 ) -> dict[str, Rotary]:
-    """Cosines and sines [num_rows, head_dim // 2] fp32 of each kind of layer at positions [num_rows]
-    int64."""
+    """Cosines and sines [num_rows, head_dim // 2] fp32 of each kind of layer at positions
+    [num_rows] int64."""
     rotary, amplitude = {}, config.full.rope.amplitude
     for kind, own in frequencies.items():
         angles = positions.float()[:, None] * own
