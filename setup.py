@@ -1,7 +1,7 @@
 """Folders of quire's packages, and its version. What else there is to say is in pyproject.toml.
 
-The top-level folders install as ``quire.kernels``, ``quire.kvcore`` and so on. The package ``quire``
-itself, which has the version and ``py.typed``, is in ``kvcore/quire``.
+The top-level folders install as ``quire.kernels``, ``quire.kvcore`` and so on. The package
+``quire`` itself, which has the version and ``py.typed``, is in ``kvcore/quire``.
 """
 
 import re

@@ -73,7 +73,8 @@ def summary(path: str) -> str:
 def reference(package: str, page: str, names: dict[str, str]) -> str:
     """A page: entries of mkdocstrings for the public names of a module."""
     entries = [
-        f"::: {path}\n    options:\n      heading: quire.{package}.{name}\n      toc_label: {name}\n"
+        f"::: {path}\n    options:\n"
+        f"      heading: quire.{package}.{name}\n      toc_label: {name}\n"
         for name, path in names.items()
     ]
     return f"# {page}\n\n[quire.{package}](../{package}.md)\n\n" + "\n".join(entries)

@@ -122,7 +122,8 @@ def expand_streams(
     weights: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Add the output of a sub-block to the streams: post[k] z + sum over j of comb[j, k] streams[j].
+    """Add the output of a sub-block to the streams: post[k] z + sum over j of comb[j, k]
+    streams[j].
 
     z is y. With ``rows`` it is y + the sum of weight * row over a token's rows, in their order and
     not rounded. post and comb are first rounded to the dtype of the streams; the arithmetic is

@@ -48,7 +48,8 @@ def write_latent(
         slot_mapping: [num_rows] int64, page * storage_block_size + row; -1 = do not write this row.
             None without pages.
         positions: [num_rows] int64, rows of ``cos_sin``; -1 = no rotation; None = no RoPE. Without
-            pages [num_tokens], each of num_rows / num_tokens consecutive rows, the heads of a token.
+            pages [num_tokens], each of num_rows / num_tokens consecutive rows, the heads of a
+            token.
         cos_sin: [max_position, rope_dim] fp32, the cosines of rope_dim / 2 pairs and then their
             sines. Pair i is channels 2i and 2i + 1 of the trailing rope_dim channels and turns by
             +angle.

@@ -267,8 +267,8 @@ def gather_pages(
         buffer: [num_rows, pages.num_bytes] uint8; last stride 1, address and row stride multiples
             of 16; on the device of the pages, or in pinned host memory.
         rows: [num_copies] int64 in [0, num_rows), distinct.
-        impl: "triton" is one launch; ids are on the device of the pages. "torch" is one copy per page
-            and tensor, on a GPU by its copy engines; the host waits only for ids on the GPU.
+        impl: "triton" is one launch; ids are on the device of the pages. "torch" is one copy per
+            page and tensor, on a GPU by its copy engines; the host waits only for ids on the GPU.
 
     Source: vLLM 0.33 ``v1/kv_offload`` and SGLang ``sgl-kernel`` transfers for the two ways.
     """
@@ -285,7 +285,7 @@ def scatter_pages(
 ) -> None:
     """Copy rows of a buffer to pages of a pool: the reverse of ``gather_pages``.
 
-    The arguments are those of ``gather_pages``, but ``page_ids`` are distinct, and ``rows`` need not be.
+    The arguments are those of ``gather_pages``, but ``page_ids`` are distinct; ``rows`` may not be.
     """
     _copy(pages, page_ids, buffer, rows, impl, gather=False)
 

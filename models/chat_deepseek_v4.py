@@ -5,8 +5,8 @@ it thinks, are written behind the message before it::
 
     BOS [effort] system <｜User｜>question<｜Assistant｜><think>reasoning</think>answer EOS
 
-Source: ``encoding/README.md`` of DeepSeek-V4; vLLM 0.33 ``deepseek_v4_encoding``, whose header after
-a last system message the released module lacks. Not supported: developer, latest_reminder, task.
+Source: ``encoding/README.md`` of DeepSeek-V4; vLLM 0.33 ``deepseek_v4_encoding``, which writes a
+header after a last system message too. Not supported: developer, latest_reminder, task.
 """
 
 from __future__ import annotations

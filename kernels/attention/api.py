@@ -1,8 +1,8 @@
 """Paged and sliding-window attention: the public functions, and the checks of their arguments.
 
 A *page* holds ``block_size`` token rows of one layer. ``block_table[s, b % width]`` is the page of
-block b of sequence s: a ring table (window layers) reuses its entries. Without a window the table is
-linear, and its last entry stands for all later blocks. A sequence has fewer than 2**30 tokens.
+block b of sequence s: a ring table (window layers) reuses its entries. Without a window the table
+is linear, and its last entry stands for all later blocks. Sequences have fewer than 2**30 tokens.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def paged_attention(
         out: [num_tokens, num_heads, head_dim] q's dtype, filled in place; None allocates.
         lse: [num_heads, num_tokens] fp32, filled in place with the natural-log sum of exp of the
             logits, without the sink.
-        workspace: [n] fp32, n >= ``workspace_numel(...)``, scratch of the KV splits; None allocates.
+        workspace: [n] fp32, n >= ``workspace_numel(...)``, for the KV splits; None allocates.
             Calls that may run at the same time need different ones.
         impl: see ``quire.kernels``, also for errors.
 
@@ -137,9 +137,9 @@ def paged_attention(
     """
     call = AttentionCall(
         q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q,
-        k=k, v=v, context_only=context_only, k_scale=k_scale, v_scale=v_scale, max_seq_len=max_seq_len,
-        num_decodes=num_decodes, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks,
-        out=out, lse=lse, workspace=workspace,
+        k=k, v=v, context_only=context_only, k_scale=k_scale, v_scale=v_scale,
+        max_seq_len=max_seq_len, num_decodes=num_decodes, softmax_scale=softmax_scale,
+        softcap=softcap, sinks=sinks, out=out, lse=lse, workspace=workspace,
     )  # fmt: skip
     return _check_and_attend(call, impl)
 

@@ -75,16 +75,16 @@ class KeySource(NamedTuple):
 
 
 @triton.jit
-def _load_page(source, tile, exists, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Page id of a tile, or [BLOCK_N] ids of its rows' pages if BLOCK_SIZE is no multiple of BLOCK_N;
-    0 for a tile that does not exist, or without a table."""
+def _load_page(source, tile, exists, WINDOW: tl.constexpr, SHAPE: tl.constexpr):
+    """Page id of a tile, or [BLOCK_N] ids of its rows' pages if BLOCK_SIZE is no multiple of
+    BLOCK_N; 0 for a tile that does not exist, or without a table."""
     if source.table is None:
         page = 0
     else:
-        if BLOCK_SIZE % BLOCK_N == 0:
-            block = tile * BLOCK_N // BLOCK_SIZE
-        else:
-            block = (tile * BLOCK_N + tl.arange(0, BLOCK_N)) // BLOCK_SIZE
+        block = tile * SHAPE.BLOCK_N
+        if SHAPE.BLOCK_SIZE % SHAPE.BLOCK_N != 0:
+            block += tl.arange(0, SHAPE.BLOCK_N)
+        block //= SHAPE.BLOCK_SIZE
         block = block % source.width if WINDOW else tl.minimum(block, source.width - 1)
         # Not ``exists`` itself: in Triton 3.9's interpreter a scalar is no mask of a vector.
         mask = block < tl.where(exists, source.width, 0)
@@ -93,8 +93,10 @@ def _load_page(source, tile, exists, WINDOW: tl.constexpr, BLOCK_SIZE: tl.conste
 
 
 @triton.jit
-def _starts(pages, page, tile, PAGED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+def _starts(pages, page, tile, PAGED: tl.constexpr, SHAPE: tl.constexpr):
     """Pointers [BLOCK_N] to the rows of a tile: 64 bits to a page, 32 bits within it."""
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    BLOCK_SIZE: tl.constexpr = SHAPE.BLOCK_SIZE
     offs_n = tl.arange(0, BLOCK_N)
     if not PAGED:
         rows = pages.data + (tile * BLOCK_N).to(tl.int64) * pages.stride_row
@@ -114,7 +116,9 @@ def _load(cells, mask):
 
 
 @triton.jit
-def _softmax_step(row_max, row_sum, scores, k_scale, v_scale, visible, scale, outer_scale, FP16: tl.constexpr):  # fmt: skip
+def _softmax_step(
+    row_max, row_sum, scores, k_scale, v_scale, visible, scale, outer_scale, FP16: tl.constexpr
+):
     """Scale, cap and mask scores, and add them to the online softmax.
 
     scale: scalar or, for queries raised row by row to fp16, [BLOCK_M, 1]. FP16: keep the weights,
@@ -158,7 +162,6 @@ def _attend_tiles(
     """Walk ``count`` tiles of a source from tile ``first`` on, and skip the ``gap`` tiles at
     ``gap_at``. MASKED: apply [low, high), causality and window."""
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
-    BLOCK_SIZE: tl.constexpr = SHAPE.BLOCK_SIZE
     VALUE_DIM: tl.constexpr = SHAPE.VALUE_DIM
     # Of this source: new rows are never e4m3.
     E4M3: tl.constexpr = source.k.data.dtype.element_ty == tl.uint8
@@ -168,10 +171,10 @@ def _attend_tiles(
     dim = tl.arange(0, SHAPE.HEAD_DIM)[None, :]
     value_dim = tl.arange(0, VALUE_DIM)[None, :]
     tile = _skip_gap(first, gap_at, gap)
-    page = _load_page(source, tile, count > 0, WINDOW, BLOCK_SIZE, BLOCK_N)
+    page = _load_page(source, tile, count > 0, WINDOW, SHAPE)
     for i in tl.range(0, count, disable_licm=KEEP_INVARIANTS or MASKED):
-        k_rows = _starts(source.k, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)[:, None]
-        v_rows = _starts(source.v, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)[:, None]
+        k_rows = _starts(source.k, page, tile, PAGED, SHAPE)[:, None]
+        v_rows = _starts(source.v, page, tile, PAGED, SHAPE)[:, None]
         in_range, row_mask, visible = None, None, None
         if MASKED:
             row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -187,8 +190,8 @@ def _attend_tiles(
             values_2 = _load(v_rows + VALUE_DIM + value_dim, row_mask)
         k_scale, v_scale = None, None
         if source.k_scale is not None:
-            k_cells = _starts(source.k_scale, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)
-            v_cells = _starts(source.v_scale, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)
+            k_cells = _starts(source.k_scale, page, tile, PAGED, SHAPE)
+            v_cells = _starts(source.v_scale, page, tile, PAGED, SHAPE)
             k_scale = _load(k_cells, in_range)
             v_scale = _load(v_cells, in_range)
         if E4M3:
@@ -208,7 +211,7 @@ def _attend_tiles(
             acc_2 = tl.dot(weights, values_2, acc_2 * decay[:, None], input_precision="ieee")
         # Loaded one tile ahead: else Triton keeps one K/V tile in flight, whatever num_stages is.
         tile = _skip_gap(first + i + 1, gap_at, gap)
-        page = _load_page(source, tile, i + 1 < count, WINDOW, BLOCK_SIZE, BLOCK_N)
+        page = _load_page(source, tile, i + 1 < count, WINDOW, SHAPE)
     return acc, acc_2, row_max, row_sum
 
 
@@ -269,7 +272,9 @@ def _store(rows, acc, acc_2, factor, live, HEAD_DIM: tl.constexpr, VALUE_DIM: tl
 
 # Triton compiles anew for an integer that becomes 1 or a multiple of 16. Sizes that change from
 # step to step must not do that.
-@triton.jit(do_not_specialize=["num_seqs", "num_decodes", "decode_tokens", "num_tiles", "target_splits"])  # fmt: skip
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_decodes", "decode_tokens", "num_tiles", "target_splits"]
+)
 def attention_kernel(
     q, k_pages, v_pages, k_new, v_new, k_scale, v_scale, block_table, seq_lens, cu_seqlens_q, sinks,
     out, lse, partial_out, first_lse, num_seqs, num_decodes, decode_tokens, num_tiles,
@@ -314,12 +319,8 @@ def attention_kernel(
     q_len = tl.load(cu_seqlens_q + seq + 1) - seq_start
     seq_len = tl.load(seq_lens + seq)
     context = seq_len - q_len  # negative in a padding sequence
-    if q_first >= q_len:
-        return
-    if SHAPE.DECODE:
-        if q_len > decode_tokens:
-            return
-    elif (seq < num_decodes) & (q_len <= decode_tokens):
+    is_decode = (seq < num_decodes) & (q_len <= decode_tokens)
+    if (q_first >= q_len) | (is_decode != SHAPE.DECODE):
         return
 
     first_token = seq_start + q_first

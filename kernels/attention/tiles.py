@@ -25,8 +25,8 @@ _OTHER = {
     256: Config(64, 32, 8, 3),
     512: Config(64, 16, 8, 2, 2),
 }
-# Prefill of 16-bit queries, by class of GPUs and head_dim. (Of blackwell, two accumulators of 64 rows
-# would take all tensor memory.)
+# Prefill of 16-bit queries, by class of GPUs and head_dim. (Of blackwell, two accumulators of 64
+# rows would take all tensor memory.)
 PREFILL = {
     "hopper": _HOPPER,
     "blackwell": _HOPPER,
@@ -84,5 +84,6 @@ def select_config(
 
 
 def target_splits(num_sms: int, num_kv_heads: int, head_tiles: int) -> int:
-    """Approximate KV splits of a batch: two resident programs an SM, and as many to even out the end."""
+    """Approximate KV splits of a batch: two resident programs an SM, and as many to even out the
+    end."""
     return max(1, PROGRAMS_PER_SM * num_sms // (num_kv_heads * head_tiles))

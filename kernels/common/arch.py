@@ -50,8 +50,8 @@ _CDNA4 = Arch("gfx950", "amd", "cdna4", 160 << 10, lanes=64, widens_e4m3=True)
 
 @cache
 def named(name: str) -> Arch:
-    """The architecture of a name such as "sm_90" or "gfx942:sramecc+:xnack-"; NotImplementedError for
-    an AMD GPU without the matrix instructions that the kernels need."""
+    """The architecture of a name such as "sm_90" or "gfx942:sramecc+:xnack-"; NotImplementedError
+    for an AMD GPU without the matrix instructions that the kernels need."""
     short = name.split(":")[0]
     if match := re.fullmatch(r"sm_(\d+)(\d)", short):
         return _nvidia(short, int(match[1]), int(match[2]))

@@ -14,8 +14,8 @@ E4M3_NORMAL_BITS = tl.constexpr(0x3C800000)
 
 @triton.jit
 def widen(values, dtype: tl.constexpr, HARDWARE: tl.constexpr):
-    """e4m3 bytes as numbers of ``dtype``, exactly; NaN stays NaN. Without HARDWARE the bits move into
-    an fp16, whose exponent has a bias of 15 instead of 7."""
+    """e4m3 bytes as numbers of ``dtype``, exactly; NaN stays NaN. Without HARDWARE the bits move
+    into an fp16, whose exponent has a bias of 15 instead of 7."""
     if HARDWARE:
         wide = values.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
@@ -29,8 +29,8 @@ def widen(values, dtype: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def rounded_to_e4m3(x):
-    """(value fp32, its byte int32) of the e4m3 value nearest to x fp32, ties to even; infinities give
-    +-448, NaN gives NaN."""
+    """(value fp32, its byte int32) of the e4m3 value nearest to x fp32, ties to even; infinities
+    give +-448, NaN gives NaN."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     is_nan = magnitude > INF_BITS

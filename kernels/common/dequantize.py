@@ -23,8 +23,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 def scale_values(scale: Tensor) -> Tensor:
-    """Scales as fp32: floating-point numbers, or E8M0 (float8_e8m0fnu, or its bytes as uint8), where
-    byte b is 2^(b - 127) and 255 is NaN."""
+    """Scales as fp32: floating-point numbers, or E8M0 (float8_e8m0fnu, or its bytes as uint8),
+    where byte b is 2^(b - 127) and 255 is NaN."""
     if scale.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return scale.float()
     # Read as bytes: a cast would round. The byte is an fp32 exponent, but that 2^-127 (byte 0) is a
@@ -58,7 +58,7 @@ def block_size(size: int, num_blocks: int) -> int:
 
 def dequantize_fp4(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """e2m1 values [..., out_size, in_size / 2] int8 or uint8 times E8M0 scales [..., out_size,
-    in_size / 32]: [..., out_size, in_size] of ``dtype``; bf16 holds each if it holds the exponent."""
+    in_size / 32]: [..., out_size, in_size] of ``dtype``; exact in bf16 if that has the exponent."""
     blocks = weight.view(torch.uint8).unflatten(-1, (-1, FP4_GROUP // 2))
     return dequantize_mxfp4(blocks, scale.view(torch.uint8)).to(dtype)
 

@@ -1,9 +1,9 @@
 """Quantization of rows of keys and values to e4m3, in plain torch.
 
-    value = e4m3(clamp(x / scale, -448, 448)),   x' = value * scale,   scale = max(amax / 448, 2^-126)
+    value = e4m3(clamp(x / scale, -448, 448)),  x' = value * scale,  scale = max(amax / 448, 2^-126)
 
-Division and scale are fp32, the cast rounds to nearest, ties to even. Infinities count as the largest
-fp32 number. A NaN is a NaN; it makes the whole row NaN if the row has a scale of its own.
+Division and scale are fp32, the cast rounds to nearest, ties to even. Infinities count as the
+largest fp32 number. A NaN is a NaN; it makes the whole row NaN if the row has a scale of its own.
 
 Source: OCP 8-bit floating point specification; vLLM's and FlashInfer's ``k_scale`` and ``v_scale``.
 """

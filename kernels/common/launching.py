@@ -17,8 +17,9 @@ from .arch import Arch, named
 
 # Triton 3.10 will not fuse multiplications and additions unless told to, and 3.9 warns of that.
 OPTIONS = {"enable_fp_fusion": True}
-# For kernels that sum products over lanes. Where two lanes each add the other's product to their own,
-# fused, the sums differ in the last bit, and both lanes store theirs to the same shared memory.
+# For kernels that sum products over lanes. Where two lanes each add the other's product to their
+# own, fused, the sums differ in the last bit, and both lanes store theirs to the same shared
+# memory.
 EQUAL_SUMS = {"enable_fp_fusion": False}
 
 

@@ -88,7 +88,9 @@ def _inverse_rope(row, position, cos_sin, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.c
     return tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), [HEAD_DIM])
 
 
-@triton.jit(do_not_specialize=["num_decodes", "decode_tokens", "target_splits", "ratio", "most_entries"])  # fmt: skip
+@triton.jit(
+    do_not_specialize=["num_decodes", "decode_tokens", "target_splits", "ratio", "most_entries"]
+)
 def merge_splits_kernel(
     partial_out, first_lse, sinks, cos_sin, out, lse, seq_lens, cu_seqlens_q, num_decodes,
     decode_tokens, target_splits, sliding_window, ratio, most_entries, num_heads,

@@ -12,7 +12,10 @@ KEEP_INVARIANTS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])
 
 
 @triton.jit
-def rows_of_tile(head_tile, num_tokens, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+def rows_of_tile(
+    head_tile, num_tokens,
+    GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """Token within the tile, head within the group and liveness of each row of a query tile."""
     row = tl.arange(0, BLOCK_M)
     token = row // HEADS
@@ -59,8 +62,8 @@ def softcapped(scores, inner_scale, outer_scale):
 
 @triton.jit
 def fold_sink(row_max, row_sum, sink):
-    """Factor from the unnormalised sum over keys to the output, the sink counted; 0 for an empty row.
-    All in log2 units."""
+    """Factor from the unnormalised sum over keys to the output, the sink counted; 0 for an empty
+    row. All in log2 units."""
     joint = tl.maximum(row_max, sink)
     base = tl.where(joint == float("-inf"), 0.0, joint)
     total = row_sum * tl.exp2(row_max - base) + tl.exp2(sink - base)

@@ -45,8 +45,8 @@ class DecodePlan:
     def partials(
         self, dim: int, workspace: torch.Tensor | None, device: torch.device
     ) -> tuple[torch.Tensor | None, int]:
-        """Memory of the partial results: rows of ``dim`` values, then the lse of each, which begin at
-        the element that is returned with it; ValueError if the workspace is too small."""
+        """Memory of the partial results: rows of ``dim`` values, then the lse of each, which begin
+        at the element that is returned with it; ValueError if the workspace is too small."""
         numel = self.workspace_numel
         if numel == 0:
             return None, 0
@@ -158,8 +158,8 @@ def find_split(item, batch, SPLIT: tl.constexpr, NEW_KV: tl.constexpr, BLOCK_Q: 
     """Find the KV split of a program; without SPLIT every query tile is one.
 
     Returns:
-        (sequence, num_decodes or more past the last; its query tile; the split of it; how many splits
-        that has; the number of the split among those that leave partial results).
+        (sequence, num_decodes or more past the last; its query tile; the split of it; how many
+        splits that has; the number of the split among those that leave partial results).
     """
     if SPLIT:
         found = _find_split(item, batch, NEW_KV, BLOCK_Q)

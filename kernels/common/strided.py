@@ -1,7 +1,8 @@
 """Kernel arguments: a tensor and its strides, in elements, as one named tuple.
 
-``data`` is the tensor, and in a kernel its pointer. Triton specialises each field as it does a loose
-argument: a stride that is a multiple of 16 keeps that hint, a stride of 1 and None are constants.
+``data`` is the tensor, and in a kernel its pointer. Triton specialises each field as it does a
+loose argument: a stride that is a multiple of 16 keeps that hint, a stride of 1 and None are
+constants.
 Functions return None for None.
 """
 

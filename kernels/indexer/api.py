@@ -1,4 +1,4 @@
-"""``index_topk``: checks and plain torch; ``kernel`` has the kernels and the division of the work."""
+"""``index_topk``: checks and plain torch; ``kernel`` has the kernels and their launch."""
 
 from __future__ import annotations
 

@@ -90,7 +90,11 @@ def _visible_entries(seq, token, seq_lens, cu_seqlens_q, num_seqs, num_entries, 
     return tl.where(real, tl.minimum(tokens // compress_ratio, num_entries), 0)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "first_row", "last_row", "num_entries", "entries_per_program", "topk", "tokens"])  # fmt: skip
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs", "first_row", "last_row", "num_entries", "entries_per_program", "topk", "tokens",
+    ]
+)  # fmt: skip
 def index_scores_kernel(
     q, weights, keys, block_table, seq_lens, cu_seqlens_q, workspace,
     num_seqs, first_row, last_row, num_entries, entries_per_program, topk, tokens, compress_ratio,
@@ -181,7 +185,9 @@ def _kth_largest(cells, first, last, k, LANES: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "first_row", "num_rows", "num_blocks", "num_entries", "row_numel"]
+    do_not_specialize=[
+        "num_seqs", "first_row", "num_rows", "num_blocks", "num_entries", "row_numel",
+    ]
 )  # fmt: skip
 def index_select_kernel(
     workspace, out, lens, seq_lens, cu_seqlens_q,

@@ -154,8 +154,8 @@ def compressed_attention(
 
 
 def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:
-    """Elements (fp32) of ``workspace`` for any batch, any heads and any lengths: a row of head_dim + 1
-    values for each of 64 query rows on each multiprocessor.
+    """Elements (fp32) of ``workspace`` for any batch, any heads and any lengths: a row of head_dim
+    + 1 values for each of 64 query rows on each multiprocessor.
 
     Args:
         head_dim: channels of a row, >= 1.

@@ -83,7 +83,7 @@ class LatentCall:
         return low, max(low, high)
 
     def blocks(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Columns of ``table`` for blocks of raw rows: a ring's, or the last one for those behind."""
+        """Columns of ``table`` for blocks of raw rows: of a ring, or at most the last one."""
         width = self.table.shape[1]
         if self.sliding_window is not None:
             return blocks % max(1, width)
@@ -91,7 +91,7 @@ class LatentCall:
 
     @property
     def page_room(self) -> int:
-        """Raw rows that the pages of a sequence hold; in a ring a later one overwrites the oldest."""
+        """Raw rows that the pages of a sequence hold; in a ring new ones overwrite the oldest."""
         return min(self.table.shape[1] * self.pages.storage_block_size, checks.MAX_TOKENS)
 
     @property

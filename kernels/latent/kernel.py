@@ -1,16 +1,17 @@
-"""Attention over latent rows, which are keys and values at once: one kernel for MLA and DeepSeek-V4.
+"""Attention over latent rows, keys and values at once: one kernel for MLA and DeepSeek-V4.
 
     out_i = R(-p_i) sum_j softmax_j(softmax_scale * q_i . row_j) row_j[:VALUE_DIM]
 
-A program walks the keys of one query tile (row = token * HEADS + head), source by source. It has one
-online softmax (exp2 domain, fp32 sums). A loop copies one tile of rows, and uses it as K and as V:
+A program walks the keys of one query tile (row = token * HEADS + head), source by source. It has
+one online softmax (exp2 domain, fp32 sums). A loop copies one tile of rows, and uses it as K and V:
 
-    MLA               [ pages ............... | new rows ]    the key of a row has SCORE_DIM channels more
-    DeepSeek-V4       [ window pages | entries | new rows ]   all entries, or a list of them
+    MLA            [ pages ............... | new rows ]    keys have SCORE_DIM channels more
+    DeepSeek-V4    [ window pages | entries | new rows ]   all entries, or a list of them
 
-Page ids are loaded one tile ahead, indices of a list two tiles ahead: Triton does not pipeline copies
-of rows whose addresses are loaded in the same iteration. Rows of DeepSeek-V4 are rotated by their own positions; R(-p_i)
-rotates the trailing ROPE_DIM channels of the output back by the query's. MLA has no R.
+Page ids are loaded one tile ahead, indices of a list two tiles ahead: Triton does not pipeline
+copies of rows whose addresses are loaded in the same iteration. Rows of DeepSeek-V4 are rotated by
+their own positions; R(-p_i) rotates the trailing ROPE_DIM channels of the output back by the
+query's. MLA has no R.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) 2.1; DeepSeek-V4 report 2.3; FlashAttention-2, FlashDecoding.
 """
@@ -48,7 +49,8 @@ class TileShape(NamedTuple):
     BLOCK_N: Any  # keys of a tile
     PAGE_ROWS: Any  # rows of a page
     ENTRY_ROWS: Any  # rows of a page of entries
-    # Tables are lists of flat row indices of each token: no seq_lens, new rows or window; BLOCK_Q = 1
+    # Tables are lists of flat row indices of each token: no seq_lens, new rows or window; BLOCK_Q
+    # is 1.
     SLOTS: Any
     WIDENS_E4M3: Any  # whether the GPU has an instruction from e4m3 to fp16
     NEW_KV: Any  # whether the pages hold only the keys before the step
@@ -74,9 +76,9 @@ def _load_indices(source, x, high):
 
 
 @triton.jit
-def _load_page(source, start, high, index, live, window, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Page id of a tile that lies in one page, from its first row ``start``; otherwise [BLOCK_N] page
-    ids, one for each row ``index``. Rows that are not live have page 0."""
+def _load_page(source, start, high, index, live, window, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page id of a tile that lies in one page, from its first row ``start``; otherwise [BLOCK_N]
+    page ids, one for each row ``index``. Rows that are not live have page 0."""
     if source.table is None:
         page = 0 if source.indices is None else tl.maximum(index, 0) // ROWS
     else:
@@ -247,8 +249,8 @@ def latent_kernel(
     """Attend for one query tile (prefill), or for one KV split of one (decode).
 
     Args, those with strides as `strided` tuples; the others are as in ``compressed_attention``:
-        pages, entries: window_pages and compressed_pages; bytes if quantized. entries None: all rows
-            are raw.
+        pages, entries: window_pages and compressed_pages; bytes if quantized. entries None: all
+            rows are raw.
         table, entry_table: window_table and compressed_table.
         window_lens, topk_lens: elements of a list that count, each for tokens_per_len tokens.
         partial_out: fp32 results of KV splits, their lse from element first_lse on; None: no split.

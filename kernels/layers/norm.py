@@ -42,8 +42,8 @@ def residual_norm(
         residual: [num_rows, size] of x's dtype, last stride 1, updated in place; None = no sum.
         post_weight: [size], the norm of x before it is added; None = none.
         scalar: [1], a factor of the sum; None = none.
-        out: [num_rows, size] of x's dtype or fp32, last stride 1; it may be x. None = new memory, of
-            x's dtype.
+        out: [num_rows, size] of x's dtype or fp32, last stride 1; it may be x. None = new memory,
+            of x's dtype.
         impl: see ``quire.kernels``, also for errors.
 
     Returns:

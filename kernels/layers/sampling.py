@@ -166,7 +166,7 @@ def _probabilities(logits, temperature, top_k, top_p, min_p) -> torch.Tensor:
 
 
 def _draw(mass: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Draw one index a row by inversion, none of mass 0; mass: [num_rows, n] of any positive sum."""
+    """Draw one index a row, none of mass 0; mass: [num_rows, n] of any positive sum."""
     total = mass.cumsum(dim=-1, dtype=torch.float64)
     last = total[:, -1:]
     # The product may round up to the whole sum, behind which there is nothing; a row may be NaN.
@@ -340,8 +340,8 @@ def _bounds(row, best, k, p, BLOCK: tl.constexpr):
 
 @triton.jit
 def _is_kept(x, live, kept, seen):
-    """Mask of the kept tokens of a block, and ``seen``, the number of tokens from low to high in earlier
-    blocks, for the next block."""
+    """Mask of the kept tokens of a block, and ``seen``, the number of tokens from low to high in
+    earlier blocks, for the next block."""
     value = ordered(x)
     equal = live & (value >= kept.low) & (value <= kept.high)
     rank = seen + tl.cumsum(equal.to(tl.int32), 0)

@@ -117,7 +117,7 @@ class AttentionInputs:
 
 
 class LatentAttend(Protocol):
-    """The attention operator of a step: `PagedLatentAttend`, or one for a sequence without a cache."""
+    """The attention of a step: `PagedLatentAttend`, or that of a sequence without a cache."""
 
     impl: str | None
 

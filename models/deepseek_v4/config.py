@@ -429,8 +429,9 @@ _FLASH = from_hf(_RELEASED | {"compress_ratios": [0, 0, *[4, 128] * 20, 4, 0]}, 
 # fmt: off
 _PRO = from_hf(_RELEASED | {
     "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0], "num_hidden_layers": 61,
-    "hidden_size": 7168, "num_attention_heads": 128, "q_lora_rank": 1536, "o_groups": 16, "index_topk": 1024,
-    "n_routed_experts": 384, "moe_intermediate_size": 3072, "routed_scaling_factor": 2.5,
+    "hidden_size": 7168, "num_attention_heads": 128, "q_lora_rank": 1536, "o_groups": 16,
+    "index_topk": 1024, "n_routed_experts": 384, "moe_intermediate_size": 3072,
+    "routed_scaling_factor": 2.5,
 }, "deepseek-v4-pro")
 # Small enough for every rule to matter: the clamp fires, top-k selects, both compressed kinds come
 # twice. With fewer than 8 index heads, exact zeros tie often enough to make the selection depend on

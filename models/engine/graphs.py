@@ -1,8 +1,8 @@
 """Decode steps of a few batch sizes, captured once as CUDA graphs and replayed.
 
 A step writes its integers into the buffers that the graph reads, in one copy. A batch is padded to
-the next size; a padding row has length 0 and slot -1: it sees nothing and writes nothing. Steps with
-drafts have graphs of 1 + max_draft_tokens rows a sequence, filled up behind the drafts::
+the next size; a padding row has length 0 and slot -1: it sees nothing and writes nothing. Steps
+with drafts have graphs of 1 + max_draft_tokens rows a sequence, filled up behind the drafts::
 
     input   last d1 d2 filler | last d1 d2 d3 | 0  0  0  0      2 drafts, 3 drafts, padding
     slot    168 169 170 -1    | 39  40 41 42  | -1 -1 -1 -1
@@ -87,7 +87,7 @@ class DecodeGraphs:
         self._graphs: dict[GraphShape, _Graph] = {}
 
     def capture(self) -> None:
-        """Capture every shape that can be on all ranks; steps of others use a larger one, or none."""
+        """Capture every shape that can be on all ranks; other steps use a larger one or none."""
         # The largest comes first: the others then find their memory in its.
         failed: dict[GraphShape, Exception] = {}
         for shape in reversed(self.shapes):

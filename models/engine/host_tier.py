@@ -1,8 +1,8 @@
 """The host tier of an engine: pages in host memory, their copies, and the choice of both.
 
-Between two steps `HostTier.advance` ends the jobs whose copies have ended. It begins a load for each
-waiting request that it serves sooner than a prefill, and stores entries that will be evicted soon. A
-request gets one load per wait, and others run meanwhile. A load is a prefetch into the
+Between two steps `HostTier.advance` ends the jobs whose copies have ended. It begins a load for
+each waiting request that it serves sooner than a prefill, and stores entries that will be evicted
+soon. A request gets one load per wait, and others run meanwhile. A load is a prefetch into the
 prefix cache: if it fails, its request runs with the shorter hit.
 """
 
@@ -167,9 +167,9 @@ class Copying:
 class PageCopier:
     """Copy the pages of jobs beside the model.
 
-    A GPU has one stream for each direction. A copy waits for the work that the model's stream has at
-    that time. The model never waits: until the host sees the end of a job, its pages are free or only
-    read. On a CPU a job has ended when `start` returns.
+    A GPU has one stream for each direction. A copy waits for the work that the model's stream has
+    at that time. The model never waits: until the host sees the end of a job, its pages are free or
+    only read. On a CPU a job has ended when `start` returns.
 
     Attributes:
         num_bytes: bytes copied since the start, by direction.

@@ -2,8 +2,8 @@
 
     bytes of pages = (free bytes - bytes of the largest step) * memory_fraction
 
-with the weights already loaded. A request needs its blocks of each dense group; of a window group at
-most its ring and one more block, however long the request is.
+with the weights already loaded. A request needs its blocks of each dense group; of a window group
+at most its ring and one more block, however long the request is.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 Row i of a request with drafts d_1..d_k gives the token a_i after d_1..d_i. Drafts before the first
 a_i != d_(i+1) are accepted, and a_i follows. `EngineConfig.rejection_sample_method` chooses a_i of
-sampled requests. "strict": the draw of this seed and position, so the output is that without drafts.
-"standard": draft x, drawn from q, is accepted with probability min(1, p(x) / q(x)), else a_i is
-drawn from max(p - q, 0): the same distribution, other tokens. A draft not drawn has q(x) = 1.
+sampled requests. "strict": the draw of this seed and position, so the output is that without
+drafts. "standard": draft x, drawn from q, is accepted with probability min(1, p(x) / q(x)), else
+a_i is drawn from max(p - q, 0): the same distribution, other tokens. A draft not drawn has q(x) =
+1.
 
 Source: Leviathan et al. (arXiv 2211.17192); prompt lookup (Saxena 2023); vLLM for the names.
 """

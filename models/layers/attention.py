@@ -80,7 +80,7 @@ class PagedAttend:
         *,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend over pages and the rows ``k``, ``v``, then write the rows (see `Attend.__call__`)."""
+        """Attend over pages and the rows ``k``, ``v``, then write these: `Attend.__call__`."""
         assert k is not None and v is not None, "a layer that shares keys needs `SharedAttend`"
         if self._attn.replay_rows is not None:
             k, v = self._with_cached(layer, k, v)
