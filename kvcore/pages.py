@@ -2,7 +2,8 @@
 
 Dense pages have one owner (a request, or the index) and no count. Window and state pages have
 `users` (requests) and `holds` (resume points): without both a page is free, with holds alone it is
-evictable.
+evictable. Pages come back from rings and rejected drafts (`StepPlanner`), released requests
+(`Tables`), duplicates (`Chains`), eviction (`PrefixIndex`), reservations and jobs of the host tier.
 """
 
 from __future__ import annotations

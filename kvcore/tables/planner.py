@@ -186,6 +186,7 @@ class StepPlanner:
             return NewBlocks(requests, NO_ROWS, NO_ROWS, NO_ROWS, None, table.no_pages)
         newest, last = newest[requests], last[requests]
         reach = max(1, table.cls.reach)  # with a window of one token the newest row still stays
+        # Within the reach the next token sees every row of the step, so that all blocks get pages.
         if table.cls.holds_all or longest <= reach:
             if longest <= table.cls.block_size:  # one each
                 which = np.arange(len(requests))
