@@ -159,8 +159,9 @@ def test_a_decode_step_waits_for_the_device_only_for_its_tokens(cuda, monkeypatc
         if step.plan.num_new_tokens.max() > 1:
             return forward(step)
         with without_waiting():
-            return forward(step)
-            seen.append(len(step.requests))
+            result = forward(step)
+        seen.append(len(step.requests))
+        return result
 
     monkeypatch.setattr(engine, "_forward", watched)
     engine.add_request(prompt(20), SamplingParams(20, ignore_eos=True))
