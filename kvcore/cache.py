@@ -247,8 +247,7 @@ class KVCache:
     @property
     def tables(self) -> Int32:
         """[max_requests, columns] int32: all block tables side by side; not to be written to."""
-        if self._linear is not None:
-            raise _without_tables("tables")
+        self._expect_tables("tables")
         return self._tables.array
 
     def table(self, group: int) -> Int32:
@@ -257,8 +256,7 @@ class KVCache:
         Block b is in column ``b % width``; the live page of a state group, which its kernel updates
         in place, in column 0. Entries past a request's length or behind its window are undefined.
         """
-        if self._linear is not None:
-            raise _without_tables("table")
+        self._expect_tables("table")
         offset, width = self.layout.columns(group)
         return self._tables.array[:, offset : offset + width]
 
@@ -274,6 +272,11 @@ class KVCache:
         indices, pages = zip(*deltas, strict=True)
         deltas.clear()
         return np.concatenate(indices), np.concatenate(pages)
+
+    def _expect_tables(self, call: str) -> None:
+        if self._linear is not None:
+            came = "append_only=True: see `reserve`, `advance`, `publish`"
+            raise refusal(call, "a cache with tables", came)
 
     # A request starts.
 
@@ -487,8 +490,7 @@ class KVCache:
             starts: [n] ints: tokens of each request before the step, its ``num_computed``.
             ends: [n] ints: tokens after it. At most max_draft_tokens fewer than were reserved.
         """
-        if self._linear is not None:
-            raise _without_tables("arrays")
+        self._expect_tables("arrays")
         slots, ends = self._pairs(slots, "ends", ends)
         starts = self._pairs(slots, "starts", starts)[1]
         start, full = self.sequences.num_computed[slots], self._reserved.step_ends(slots, ends)
@@ -674,8 +676,7 @@ class KVCache:
             slots: [n] ints, distinct, from `admit`, without reserved pages or unpublished tokens.
             num_new_tokens: [n] ints >= 1.
         """
-        if self._linear is not None:
-            raise _without_tables("plan")
+        self._expect_tables("plan")
         slots, counts = self._pairs(slots, "num_new_tokens", num_new_tokens, least=1)
         start = self.sequences.num_computed[slots]
         beyond = counts - (self._longest - start)
@@ -729,8 +730,7 @@ class KVCache:
         end = plan.changes.end if accepted is None else self._end_of(plan, accepted)
         if plan.changes.num_new:
             self.pool.take(plan.changes.num_new)
-        self._planned = None
-        self.index.tick += 1
+        self._changed()
         if self.enable_caching:
             self.sequences.feed(plan.slots, plan.changes.start, end, ids, plan.cu_seqlens_q[:-1])
             if self._event_writer is not None:
@@ -922,8 +922,7 @@ class KVCache:
                 cached (or the lookahead of cached ones), or more than max_draft_tokens before the
                 furthest position reached.
         """
-        if self._linear is not None:
-            raise _without_tables("rollback")
+        self._expect_tables("rollback")
         slot, num_tokens = self.sequences.checked(slot), as_int("num_tokens", num_tokens, 1)
         self._expect_settled(slot)
         computed = int(self.sequences.num_computed[slot])
@@ -1101,8 +1100,3 @@ class KVCache:
     def check_invariants(self) -> None:
         """Recount everything; AssertionError if a page is leaked, shared or counted wrongly."""
         check_invariants(self)
-
-
-def _without_tables(call: str) -> ValueError:
-    expected = "a cache with tables"
-    return refusal(call, expected, "append_only=True: see `reserve`, `advance`, `publish`")

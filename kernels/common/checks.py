@@ -153,11 +153,13 @@ def _is_finite(value: Any) -> bool:
     return is_number and -float("inf") < value < float("inf")
 
 
-def expect_softmax_scale(softmax_scale: float | None) -> None:
-    """Require a factor of q . k in [2**-30, 2**16], or None for the default."""
+def softmax_factor(softmax_scale: float | None, head_dim: int) -> float:
+    """The given factor of q . k, in [2**-30, 2**16], or the default."""
+    if softmax_scale is None:
+        return head_dim**-0.5
     # Larger ones would take ordinary logits to where fp32 has no digits left for their differences.
-    if softmax_scale is not None:
-        expect_positive("softmax_scale", softmax_scale, most=16)
+    expect_positive("softmax_scale", softmax_scale, most=16)
+    return float(softmax_scale)
 
 
 def expect_apart(name: str, tensor: torch.Tensor) -> None:
@@ -267,16 +269,17 @@ def expect_decodes(
 ) -> None:
     if max_seq_len is not None:
         expect_int("max_seq_len", max_seq_len, 0)
-    if num_decodes is None:
-        num_decodes = default_decodes(num_seqs, max_seqlen_q)
+    num_decodes = decodes_of(num_decodes, num_seqs, max_seqlen_q)
     expect_int("num_decodes", num_decodes, 0, num_seqs)
     if num_decodes == num_seqs:  # no prefill kernel is launched for longer sequences
         expect_longest(num_tokens, num_seqs, max_seqlen_q)
 
 
-def default_decodes(num_seqs: int, max_seqlen_q: int) -> int:
-    """Default of ``num_decodes``: all sequences if none has two new tokens."""
-    return num_seqs if max_seqlen_q <= 1 else 0
+def decodes_of(num_decodes: int | None, num_seqs: int, max_seqlen_q: int) -> int:
+    """The given ``num_decodes``, or the default: all sequences if none has two new tokens."""
+    if num_decodes is None:
+        return num_seqs if max_seqlen_q <= 1 else 0
+    return num_decodes
 
 
 def check_batch(call: Any, name: str, table: torch.Tensor, head_dim_v: int) -> None:
@@ -287,7 +290,7 @@ def check_batch(call: Any, name: str, table: torch.Tensor, head_dim_v: int) -> N
     expect_decodes(num_tokens, num_seqs, call.max_seqlen_q, call.max_seq_len, call.num_decodes)
     expect_tensor(name, table, (num_seqs, None), torch.int32, device=device)
     check_outputs(num_heads, num_tokens, device, call.sinks, call.lse, call.workspace)
-    expect_softmax_scale(call.softmax_scale)
+    softmax_factor(call.softmax_scale, q.shape[2])
     if call.out is not None:
         shape = num_tokens, num_heads, head_dim_v
         expect_tensor("out", call.out, shape, q.dtype, device=device)
@@ -302,10 +305,8 @@ def complete(call: Any, check: Callable[[Any], None], impl: str | None) -> str:
         # The bound differs from step to step, and says nothing of the tensors.
         values = values | {"max_seq_len": None}
     chosen = accept(impl, check, call, values=values.values())
-    if call.num_decodes is None:
-        call.num_decodes = default_decodes(call.num_seqs, call.max_seqlen_q)
-    scale = call.softmax_scale
-    call.softmax_scale = call.q.shape[2] ** -0.5 if scale is None else float(scale)
+    call.num_decodes = decodes_of(call.num_decodes, call.num_seqs, call.max_seqlen_q)
+    call.softmax_scale = softmax_factor(call.softmax_scale, call.q.shape[2])
     if call.sliding_window is not None:
         call.sliding_window = min(call.sliding_window, MAX_TOKENS)
     return chosen

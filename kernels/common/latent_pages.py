@@ -58,8 +58,7 @@ class RowPages:
     def read(self, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Gather rows [..., dim] of ``slots`` [...] int64, page * storage_block_size + row,
         exactly; a negative slot gives zeros."""
-        known = slots.clamp(min=0)
-        page, row = known // self.storage_block_size, known % self.storage_block_size
+        page, row = self._locate(slots.clamp(min=0))
         if self.fp8:
             rows = self._dequantize(*(view[page, row] for view in self._views()))
         else:
@@ -69,8 +68,7 @@ class RowPages:
     def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Write ``rows`` [n, dim] to ``slots`` [n] int64; -1 = skip."""
         live = slots >= 0
-        known = slots[live]
-        page, row = known // self.storage_block_size, known % self.storage_block_size
+        page, row = self._locate(slots[live])
         if not self.fp8:
             self.data[page, row] = rows[live].to(self.data.dtype)
             return
@@ -82,6 +80,9 @@ class RowPages:
         if self.fp8:
             return self._dequantize(*self._quantize(rows))
         return rows.to(self.data.dtype).float()
+
+    def _locate(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return slots // self.storage_block_size, slots % self.storage_block_size
 
     def _view(self, first: int, width: int, stride: int) -> torch.Tensor:
         """Rows of ``width`` bytes, ``stride`` bytes apart, from byte ``first`` of each page on."""

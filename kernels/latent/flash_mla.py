@@ -100,8 +100,7 @@ def flash_mla_with_kvcache(
         extra_lists = extra_indices_in_kvcache.flatten(0, 1)
     flat = q.flatten(0, 1)
     check_latent_pages(flat, pages, extra_pages, ("k_cache", "extra_k_cache"))
-    checks.expect_softmax_scale(softmax_scale)
-    scale = HEAD_DIM**-0.5 if softmax_scale is None else float(softmax_scale)
+    scale = checks.softmax_factor(softmax_scale, HEAD_DIM)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     checks.expect_tensor("out", out, tuple(q.shape), q.dtype, device=q.device)

@@ -28,20 +28,13 @@ from quire.models.layers import per_layer
 from quire.models.layers.basic import WeightPlacement
 from quire.models.layers.per_layer import HostEmbedding
 from quire.models.loading.weights import build_model
+from tests.models.conftest import TINY
 from tests.support.models.captured import FROM_HOST, captured_engine
 from tests.support.models.few import few
 from tests.support.models.toy import ToyModel
 
 META = torch.device("meta")
-NAMES = (
-    "gemma3-tiny",
-    "gemma4-tiny",
-    "gemma4-e-tiny",
-    "gemma4-moe-tiny",
-    "llama-tiny",
-    "gpt-oss-tiny",
-    "deepseek-v4-tiny",
-)
+NAMES = (*TINY, "deepseek-v4-tiny")
 
 
 class OnSecondDevice(torch.Tensor):
