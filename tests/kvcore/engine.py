@@ -6,6 +6,7 @@ prefix or group, stale rows and rows never written differ. A state page has the 
 tokens by position, and each row depends on the one before it, back to the initial state in page 0.
 """
 
+import copy
 from hashlib import blake2b
 
 import numpy as np
@@ -17,8 +18,8 @@ STATE_ROWS = 64  # of a page; the last one of a state page is also the row befor
 STATE_READS = 4  # rows of a state that the next token reads
 
 
-def _hash(data: bytes) -> int:
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
+def _hash(data: bytes) -> bytes:
+    return blake2b(data, digest_size=8).digest()
 
 
 class Text:
@@ -36,56 +37,65 @@ class Text:
             for start, stop, key in extra_keys
             if start < len(tokens)
         ]
-        self._hashers = [blake2b(len(salt).to_bytes(4, "little") + salt, digest_size=8)]
-        self._hashes: list[int] = []
-        self._array: np.ndarray | None = None  # _hashes
+        self._hashes = [_hash(salt)]  # of the first 0, 1, 2, ... tokens
         self.extend(tokens)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def extend(self, tokens: list[int]) -> None:
-        for token in tokens:
-            hasher = self._hashers[-1].copy()
-            at = len(self._hashes)
+        for at, token in enumerate(tokens, len(self)):
             extra = [
                 (key, at - start)
                 for start, stop, key in self.extra_keys
                 if start <= at and (stop is None or at < stop)
             ]
-            hasher.update(token.to_bytes(4, "little") + repr(sorted(extra)).encode())
-            self._hashers.append(hasher)
-            self._hashes.append(int.from_bytes(hasher.digest(), "little") >> 1)
+            content = token.to_bytes(4, "little") + repr(sorted(extra)).encode()
+            self._hashes.append(_hash(self._hashes[-1] + content))
         self.tokens += tokens
-        self._array = None
 
     def cut(self, n: int) -> None:
         """Forget the tokens from position `n` on; never those of the prompt."""
         n = max(n, self.num_given)
-        if n >= len(self.tokens):
-            return
-        self._array = None
-        del self.tokens[n:], self._hashes[n:], self._hashers[n + 1 :]
+        del self.tokens[n:], self._hashes[n + 1 :]
 
-    def prefix(self, n: int) -> int:
-        """Hash of the first `n` > 0 tokens."""
-        return self._hashes[n - 1]
+    def copy(self) -> "Text":
+        """A text with tokens of its own."""
+        other = copy.copy(self)
+        other.tokens, other._hashes = self.tokens[:], self._hashes[:]
+        return other
+
+    def prefix(self, n: int) -> bytes:
+        """Hash of the first `n` tokens."""
+        return self._hashes[n]
 
     def rows(self, tag: int, lookahead: int) -> np.ndarray:
-        """[tokens - lookahead] int64 identities of the rows of a table."""
-        if self._array is None:
-            self._array = np.array(self._hashes, dtype=np.int64)
-        return self._array[lookahead:] ^ tag
+        """[tokens - lookahead] int64 identities >= 0 of the rows of a table."""
+        hashes = np.frombuffer(b"".join(self._hashes[1 + lookahead :]), dtype=np.int64)
+        return (hashes ^ tag) & np.iinfo(np.int64).max
 
 
 class Request:
-    """A running request: its text, slot, and number of computed tokens."""
+    """A running request: its text, slot, and number of computed tokens.
+
+    Attributes:
+        published: tokens that an append-only cache knows.
+        own: [tables] pages of an append-only cache, as its worker was told them.
+        tables: [tables] rows of the tables as of the launch of a step; None: as of now.
+    """
 
     def __init__(self, rid, slot: int, text: Text, match) -> None:
         self.rid, self.slot, self.text, self.match = rid, slot, text, match
-        self.computed: int = match.num_saved_tokens
-        self.published = match.num_saved_tokens  # tokens
+        self.computed = self.published = match.num_saved_tokens
         self.replay_from, self.replay_to = match.replay_from or 0, match.replay_to or 0
+        self.own: list[list[int]] = []
+        self.tables: list[np.ndarray] | None = None
+
+    def at_launch(self, tables: list[np.ndarray]) -> "Request":
+        """The request as it is now, for a step that runs later."""
+        other = copy.copy(self)
+        other.text, other.tables = self.text.copy(), [row.copy() for row in tables]
+        return other
 
 
 class Device:
@@ -94,32 +104,31 @@ class Device:
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv
         self.specs = kv.layout.groups
-        self.tags = [_hash(f"{g.name}/{t}".encode()) for t, g in enumerate(self.specs)]
+        hashes = [_hash(f"{g.name}/{t}".encode()) for t, g in enumerate(self.specs)]
+        self.tags = np.frombuffer(b"".join(hashes), dtype=np.int64).tolist()
         width = max(STATE_ROWS, *(g.block_size for g in self.specs))
         self.memory = np.full((kv.num_pages, width), POISON)
         self.memory[0] = INITIAL
         self.mirror = None if kv.append_only else np.zeros_like(kv.tables)
         self.rows_checked = 0
 
-    def table(self, t: int) -> np.ndarray:
-        return self.kv.table(t)
-
-    def row(self, t: int, request: Request) -> np.ndarray:
-        """Pages of a request in table `t`; of an append-only cache, as its worker was told them."""
+    def rows_of_tables(self, request: Request) -> list[np.ndarray]:
+        """[tables] pages of a request."""
         if self.kv.append_only:
-            return np.array(request.own[t] or [0])
-        return self.table(t)[request.slot]
+            return [np.array(pages or [0]) for pages in request.own]
+        if request.tables is not None:
+            return request.tables
+        return [self.kv.table(t)[request.slot] for t in range(len(self.specs))]
 
     def wipe_free_pages(self) -> None:
         self.memory[self.kv.pool.free_pages()] = POISON
 
     def copy(self, pages: np.ndarray) -> None:
         """Run page copies [m, 2], (source, target)."""
-        if len(pages):
-            source, to = pages.T
-            assert (to > 0).all(), "a copy to the null page"
-            assert len(set(to.tolist())) == len(to), "two copies to one page"
-            self.memory[to] = self.memory[source]
+        source, to = pages.T
+        assert (to > 0).all(), "a copy to the null page"
+        assert len(set(to.tolist())) == len(to), "two copies to one page"
+        self.memory[to] = self.memory[source]
 
     def visible(self, t: int, request: Request, back: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Positions that a token sees in table `t`, and the identities of their rows.
@@ -140,25 +149,24 @@ class Device:
         positions = np.arange(first, max(first, last))
         return positions, text.rows(self.tags[t], spec.lookahead)[positions]
 
-    def check(self, request: Request, states: np.ndarray | None = None, tables=None) -> None:
+    def check(self, request: Request, states: np.ndarray | None = None) -> None:
         """Compare every row that the next token sees.
 
         Args:
             states: [num_groups] live pages of a planned step; default: those of the tables.
-            tables: the request's row of each table when the step was launched; default: as of now.
         """
-        for t, spec in enumerate(self.specs):
+        for t, row in enumerate(self.rows_of_tables(request)):
             positions, expected = self.visible(t, request)
-            row = self.row(t, request) if tables is None else tables[t]
-            if spec.kind == "state":
+            name = self.specs[t].name
+            if self.specs[t].kind == "state":
                 page = int(row[0] if states is None else states[t])
                 page = page or int(row[1])  # not started: the snapshot, or the initial state
                 if request.computed == 0:
-                    assert self.memory[page, -1] == INITIAL, f"{spec.name}: not the initial state"
+                    assert self.memory[page, -1] == INITIAL, f"{name}: not the initial state"
                 found = self.memory[page, positions % STATE_ROWS]
             else:
                 found = self.memory[self._where(t, row, positions)]
-            self._equal(found, expected, f"{spec.name}: row of {request.rid!r}", positions)
+            self._equal(found, expected, f"{name}: row of {request.rid!r}", positions)
 
     def _where(self, t: int, row: np.ndarray, positions: np.ndarray):
         """Pages and rows of positions by a table's row, a ring."""
@@ -173,38 +181,28 @@ class Device:
         assert not len(wrong), f"{what}: wrong at positions {wrong.tolist()}"
 
     def run(self, plan: StepPlan, accepted: dict[Request, int]) -> list[int]:
-        """Run a step between plan and commit, of which `accepted` tokens of each request stay.
-
-        Returns:
-            the token ids of the step.
-        """
+        """Run a step, of which `accepted` tokens of each request stay; returns its token ids."""
         ids: list[int] = []
-        self.wipe_free_pages()
         self.copy(plan.copies)
         assert plan.slots.tolist() == [r.slot for r in accepted]
         for i, r in enumerate(accepted):
             self.check(r, plan.state_pages[:, i] if len(plan.state_pages) else None)
             n, (a, b) = int(plan.num_new_tokens[i]), plan.cu_seqlens_q[i : i + 2].tolist()
             assert plan.positions[a:b].tolist() == list(range(r.computed, r.computed + n))
-            assert plan.seq_lens[i] == r.computed + n <= len(r.text)
+            assert plan.seq_lens[i] == r.computed + n
             ids += r.text.tokens[r.computed :][:n]
-        self.write(plan, list(accepted))
+        self._write(plan, list(accepted))
         for r, n in accepted.items():
-            self.write_waiting(r, r.computed + n)
+            self._write_waiting(r, r.computed + n)
         return ids
 
-    def write(self, plan: StepPlan, requests: list[Request], late=None) -> None:
-        """Write the rows of a step by its slot mapping, and check the targets.
-
-        Args:
-            late: [requests][tables] row contents of a step that runs after later ones were planned.
-        """
+    def _write(self, plan: StepPlan, requests: list[Request]) -> None:
+        """Write the rows of a step by its slot mapping, and check the targets."""
         used = np.zeros(self.memory.shape, dtype=bool)
         for i, request in enumerate(requests):
             start, (a, b) = request.computed, plan.cu_seqlens_q[i : i + 2].tolist()
             end = start + b - a
             for t, spec in enumerate(self.specs):
-                rows = self.written(t, request) if late is None else late[i][t]
                 if spec.kind == "state":
                     page = int(plan.state_pages[t, i])
                     assert page > 0 and (plan.slot_mapping[t, a:b] == -1).all()
@@ -213,35 +211,35 @@ class Device:
                     assert not used[page].any(), "two writers of one state"
                     used[page] = True
                 else:
-                    slots = plan.slot_mapping[t, a:b]
-                    on = np.flatnonzero(slots >= 0)
+                    mapping = plan.slot_mapping[t, a:b]
+                    on = np.flatnonzero(mapping >= 0)
                     positions = start + on
-                    where = np.divmod(slots[on], spec.block_size)
+                    where = np.divmod(mapping[on], spec.block_size)
                     assert (where[0] > 0).all(), f"{spec.name}: a row in the null page"
                     assert (where[1] == positions % spec.block_size).all()
                     assert not used[where].any(), f"{spec.name}: two tokens write one row"
                     used[where] = True
                     if spec.kind == "dense":
                         self._check_replay(plan, t, request, a, on, end)
-                self._put(where, positions, rows, late is None)
+                self._put(t, request, positions, where)
 
     def write_span(self, request: Request, end: int) -> None:
         """Write the rows up to `end` of an append-only cache."""
         positions = np.arange(request.computed, end)
-        for t in range(len(self.specs)):
-            where = self._where(t, self.row(t, request), positions)
-            self._put(where, positions, self.written(t, request), False)
+        for t, row in enumerate(self.rows_of_tables(request)):
+            self._put(t, request, positions, self._where(t, row, positions))
 
     def check_span(self, request: Request, end: int) -> None:
         """Compare every row that the queries up to `end` see, their own included."""
-        for t, spec in enumerate(self.specs):
+        for t, row in enumerate(self.rows_of_tables(request)):
+            spec = self.specs[t]
             first = max(0, request.computed - (spec.sliding_window or end + 1) + 1)
             positions = np.arange(first, end)
-            expected = self.written(t, request)[positions]
-            found = self.memory[self._where(t, self.row(t, request), positions)]
+            expected = self._written(t, request)[positions]
+            found = self.memory[self._where(t, row, positions)]
             self._equal(found, expected, f"{spec.name}: row of {request.rid!r}", positions)
 
-    def written(self, t: int, request: Request) -> np.ndarray:
+    def _written(self, t: int, request: Request) -> np.ndarray:
         """Row contents of table `t` by position; windows of a replay are exact only at its end."""
         spec = self.specs[t]
         rows = request.text.rows(self.tags[t], spec.lookahead)
@@ -249,15 +247,15 @@ class Device:
             rows[request.replay_from : request.replay_to - spec.sliding_window + 1] = INEXACT
         return rows
 
-    def _put(self, where, positions: np.ndarray, rows: np.ndarray, is_now=True) -> None:
+    def _put(self, t: int, request: Request, positions: np.ndarray, where) -> None:
+        rows = self._written(t, request)
+        values = np.full(len(positions), POISON)  # of rows that later tokens complete
         known = positions < len(rows)
-        values = np.where(
-            known, rows[np.minimum(positions, len(rows) - 1)] if len(rows) else POISON, POISON
-        )
-        held = self.kv.pool.holds[where[0]] > 0 if is_now else []
-        assert not is_now or (self.memory[where] == values)[held].all(), (
-            "a row of a resume point is written over"
-        )
+        values[known] = rows[positions[known]]
+        if request.tables is None and not self.kv.append_only:
+            held = self.kv.pool.holds[where[0]] > 0
+            is_same = self.memory[where] == values
+            assert is_same[held].all(), "a row of a resume point is written over"
         self.memory[where] = values
 
     def _check_replay(
@@ -273,19 +271,18 @@ class Device:
         expected = request.text.rows(self.tags[t], self.specs[t].lookahead)[again]
         self._equal(self.memory[where], expected, "a replayed row", again)
 
-    def write_waiting(self, request: Request, end: int, tables=None) -> None:
-        """Write the lookahead rows that the tokens up to `end` complete; call before the commit."""
+    def _write_waiting(self, request: Request, end: int) -> None:
+        """Write the lookahead rows before a step that its tokens up to `end` complete."""
         start, known = request.computed, max(end, request.text.num_given)
-        for t, spec in enumerate(self.specs):
-            if spec.lookahead and spec.kind != "state":
-                row = self.table(t)[request.slot] if tables is None else tables[t]
-                rows = self.written(t, request)
-                first = max(request.match.num_saved_tokens, start - spec.lookahead)
-                positions = np.arange(first, max(first, min(start, known - spec.lookahead)))
-                pages = row[positions // spec.block_size % len(row)]
-                positions, pages = positions[pages > 0], pages[pages > 0]
-                where = pages, positions % spec.block_size
-                self._put(where, positions, rows, tables is None)
+        for t, row in enumerate(self.rows_of_tables(request)):
+            spec = self.specs[t]
+            first = max(request.match.num_saved_tokens, start - spec.lookahead)
+            positions = np.arange(first, max(first, min(start, known - spec.lookahead)))
+            if spec.lookahead and len(positions):
+                blocks, rows = np.divmod(positions, spec.block_size)
+                pages = row[blocks % len(row)]
+                on = pages > 0
+                self._put(t, request, positions[on], (pages[on], rows[on]))
 
     def check_deltas(self, requests: list[Request]) -> None:
         """Compare a copy of the tables made from `take_deltas` wherever a query may read."""
@@ -295,12 +292,13 @@ class Device:
         for t, spec in enumerate(self.specs):
             offset, width = self.kv.layout.columns(t)
             for request in requests:
+                row = self.kv.table(t)[request.slot]
                 if spec.kind == "state":  # no live page before the first step
-                    columns = np.arange(self.table(t)[request.slot, 0] > 0)
+                    columns = np.arange(row[0] > 0)
                 else:
                     columns = self.visible(t, request)[0] // spec.block_size % width
                 mine = self.mirror[request.slot, offset + columns]
-                assert (mine == self.table(t)[request.slot, columns]).all(), f"{spec.name}: deltas"
+                assert (mine == row[columns]).all(), f"{spec.name}: deltas"
 
     def check_formats(self, requests: list[Request], back: int = 0) -> None:
         """Linear and CSR tables name the page of every row that a token sees (see `visible`)."""

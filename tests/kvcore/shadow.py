@@ -33,34 +33,27 @@ class Fault(Exception):
     """Raised by a user's policy or log."""
 
 
+def failing(name: str):
+    """A method of `Moody` that may raise."""
+
+    def method(self, *args):
+        if self.fails == name:
+            raise Fault(name)
+        return getattr(Ranked, name)(self, *args)
+
+    return method
+
+
 class Moody(Ranked):
-    """A user's policy: any order, and the methods named in `fails` raise."""
+    """A user's policy: any order, and the method named by `fails` raises."""
+
+    add, discard, pop, asked = map(failing, ("add", "discard", "pop", "asked"))
 
     def __init__(self) -> None:
-        super().__init__()
-        self.fails: set[str] = set()
-
-    def _maybe(self, name: str) -> None:
-        if name in self.fails:
-            raise Fault(name)
+        self.fails = ""
 
     def rank(self, entry) -> float:
         return hash((entry.depth, entry.num_uses, entry.last_used)) % 7
-
-    def add(self, entry) -> None:
-        self._maybe("add")
-        super().add(entry)
-
-    def discard(self, entry) -> None:
-        self._maybe("discard")
-        super().discard(entry)
-
-    def pop(self):
-        self._maybe("pop")
-        return super().pop()
-
-    def asked(self, keys, hit, kept=()) -> None:
-        self._maybe("asked")
 
 
 class MoodyLog(EventLog):
@@ -76,13 +69,11 @@ class MoodyLog(EventLog):
 
 @dataclass
 class Launch:
-    """A step planned ahead, with [requests][tables] tables and row contents as of then."""
+    """A step planned ahead, with its requests as of then."""
 
     plan: StepPlan
     accepted: dict[Request, int]
-    starts: dict[Request, int]
-    tables: list[list[np.ndarray]]
-    rows: list[list[np.ndarray]]
+    then: dict[Request, int]
     copies: np.ndarray
 
 
@@ -138,6 +129,8 @@ class Life:
 
     Attributes:
         intact: nothing was evicted, so all promised prefixes must be found.
+        pinned: keys of a pinned prefix -> (expiry, a prompt, tokens); cleared where a pin ends
+            early.
         copied: open tier job -> whether its pages were copied. promised: open load -> its match.
     """
 
@@ -155,7 +148,8 @@ class Life:
         self.now, self.lent, self.names = 0.0, [], itertools.count()
         self.history: list[Text] = []
         self.requests: list[Request] = []
-        self.intact = True
+        self.intact, self.num_demoted = True, 0
+        self.pinned: dict[bytes, tuple] = {}
         has_host, identities = self.rng.random() < 0.4, self.rng.random() < 0.5
         self.log = None if self.capacity is None else MoodyLog(self.capacity, identities=identities)
         self.kv = KVCache(self.specs, **options, events=self.log, policy=self.policy)
@@ -201,17 +195,6 @@ class Life:
         except Fault:
             assert self.policy.fails
             return None
-
-    def refused(self, name: str, *args, error=ValueError, **kwargs) -> None:
-        """The call raises `error` and changes nothing."""
-        before = digest(self.kv)
-        try:
-            self.call(name, *args, **kwargs)
-        except error:
-            assert digest(self.kv) == before, f"a refused {name} left traces"
-            self.calls["refused"] += 1
-            return
-        raise AssertionError(f"{name} was accepted with {args} {kwargs}"[:300])
 
     def lend(self, values):
         """`values` as a list, or as an array that is overwritten once the next call returned."""
@@ -301,17 +284,25 @@ class Life:
         if len(self.requests) == MAX_REQUESTS:
             self.look()
         else:
-            self.admit_text(self.new_text())
+            self.admit_text(self.new_text(), changes=True)
 
-    def admit_text(self, text: Text) -> None:
-        match = self.match(text, self.max_tokens())
+    def admit_text(self, text: Text, changes: bool = False) -> None:
+        """Admit a request; the cache may change after the look-up, which then counts no more."""
+        max_tokens = self.max_tokens()
+        match = self.match(text, max_tokens)
+        if changes and self.rng.random() < 0.3:
+            getattr(self, self.rng.choice(("evict", "evict_pages", "release", "step", "clear")))()
         rid = self.rng.choice((next(self.names), f"r{next(self.names)}", ("r", next(self.names))))
         if isinstance(self.policy, Moody) and self.rng.random() < 0.2:
-            self.policy.fails = {"asked"}
-            self.refused("admit", rid, match, error=Fault)
-            self.policy.fails = set()
+            before, mood = digest(self.kv), self.policy.fails
+            self.policy.fails = "asked"
+            assert self.try_call("admit", rid, match) is None
+            self.policy.fails = mood
+            assert digest(self.kv) == before, "a refused admission left traces"
         slot = self.call("admit", rid, match, resumed=self.rng.random() < 0.2)
         assert self.kv.slot_of(rid) == slot
+        match = self.call("match", match.prompt, max_tokens=max_tokens)
+        assert self.kv.num_computed[slot] == match.num_saved_tokens, "an outdated hit"
         self.calls["replays"] += match.replay_from is not None
         self.requests.append(request := Request(rid, slot, text, match))
         self.begin(request)
@@ -375,13 +366,10 @@ class Life:
             for r in counts:
                 r.text.cut(r.computed)
             return False
-        if rng.random() < 0.2:  # calls that change nothing may come between
-            self.call("match", self.new_text().tokens)
-            self.call("cut", [r.slot for r in self.requests], [1] * len(self.requests))
-            self.call("stats")
         rejects = counts != accepted or rng.random() < 0.3
         self.calls["with drafts"] += rejects
         arrays = self.arrays_of(plan)
+        device.wipe_free_pages()
         ids = device.run(plan, accepted)
         held = kv.pool.holds > 0
         taken = self.lend(accepted.values()) if rejects else None
@@ -456,31 +444,31 @@ class Life:
                 self.evict()
                 self.match(self.new_text())
         for launch in queue if late else ():
-            self.run_late(launch)
+            self.device.run(launch.plan, launch.then)
+            self.device.copy(launch.copies)
         if self.rng.random() < 0.2 and len(self.requests) < MAX_REQUESTS:
-            self.admit()
+            self.admit_text(self.new_text())
         last = {r: r.computed for launch in queue for r in launch.accepted}
         for launch in queue:
-            for r, n in launch.accepted.items():
-                r.computed = launch.starts[r] + n
-            self.publish(launch)
+            starts = [r.computed for r in launch.then]
+            for (r, n), start in zip(launch.accepted.items(), starts, strict=True):
+                r.computed = start + n
+            self.publish(list(launch.accepted), starts)
             for r in launch.accepted:
                 self.promises.advance(r)
         for r, computed in last.items():
             r.computed = computed
 
-    def publish(self, launch: Launch) -> None:
+    def publish(self, order: list[Request], starts: list[int]) -> None:
         """Publish the tokens of a step, request by request or all at once."""
-        order = list(launch.accepted)
-        texts = [r.text.tokens[launch.starts[r] : r.computed] for r in order]
+        texts = [r.text.tokens[a : r.computed] for r, a in zip(order, starts, strict=True)]
+        slots, ends = [r.slot for r in order], [r.computed for r in order]
         if self.rng.random() < 0.5:
-            slots, ends = [r.slot for r in order], [r.computed for r in order]
-            self.call(
-                "publish", self.lend(slots), self.lend(ends), self.lend(itertools.chain(*texts))
-            )
+            tokens = self.lend(itertools.chain(*texts))
+            self.call("publish", self.lend(slots), self.lend(ends), tokens)
             return
-        for r, text in zip(order, texts, strict=True):
-            self.call("publish", r.slot, r.computed, self.lend(text))
+        for slot, end, text in zip(slots, ends, texts, strict=True):
+            self.call("publish", slot, end, self.lend(text))
 
     def launch(
         self, counts: dict[Request, int], accepted: dict[Request, int], late: bool
@@ -492,20 +480,20 @@ class Life:
         """
         if not counts:
             return None
-        device, starts, each = self.device, {r: r.computed for r in counts}, range(len(self.specs))
-        slots, plan = [r.slot for r in counts], self.reserve(counts)
+        device, slots = self.device, [r.slot for r in counts]
+        plan = self.reserve(counts)
         if plan is None or self.rng.random() < 0.05:
             free, taken = self.kv.num_free_pages, sum(map(len, self.kv._reserved.pages.values()))
-            self.call("advance", self.lend(slots), self.lend(starts.values()))
+            self.call("advance", self.lend(slots), self.lend([r.computed for r in counts]))
             assert self.kv.num_free_pages == free + taken
             for r in counts:
                 r.text.cut(r.computed)
             return None
+        then = {r.at_launch(device.rows_of_tables(r)): n for r, n in accepted.items()}
         if not late:
+            device.wipe_free_pages()
             device.run(plan, accepted)
         held = self.kv.pool.holds > 0
-        tables = [[device.table(t)[r.slot].copy() for t in each] for r in counts]
-        rows = [[device.written(t, r).copy() for t in each] for r in counts]
         for r, n in accepted.items():
             r.computed += n
             r.text.cut(r.computed)
@@ -514,21 +502,7 @@ class Life:
         if not late:
             device.copy(copies)
         self.calls["ahead"] += 1
-        return Launch(plan, accepted, starts, tables, rows, copies)
-
-    def run_late(self, launch: Launch) -> None:
-        device, plan, now = self.device, launch.plan, [r.computed for r in launch.accepted]
-        device.copy(plan.copies)
-        for i, (r, start) in enumerate(launch.starts.items()):
-            r.computed = start
-            states = plan.state_pages[:, i] if len(plan.state_pages) else None
-            device.check(r, states, launch.tables[i])
-        device.write(plan, list(launch.accepted), launch.rows)
-        for i, (r, n) in enumerate(launch.accepted.items()):
-            device.write_waiting(r, r.computed + n, launch.tables[i])
-        device.copy(launch.copies)
-        for r, computed in zip(launch.accepted, now, strict=True):
-            r.computed = computed
+        return Launch(plan, accepted, then, copies)
 
     def rollback(self) -> None:
         for r in self.shuffled(self.requests):
@@ -580,15 +554,24 @@ class Life:
 
     def pin(self) -> None:
         match = self.match(self.new_text())
-        pinned = self.call("pin", match, now=self.now, ttl=self.rng.choice((1.0, 50.0)))
+        ttl = self.rng.choice((1.0, 50.0))
+        pinned = self.call("pin", match, now=self.now, ttl=ttl)
         assert pinned in (0, match.num_tokens)
         assert self.kv.stats()["pinned_pages"] <= self.kv.max_pinned_pages
+        self.look_for_evictions()
+        keys = match.prompt.keys[: pinned // self.kv.alignment * 32]
+        if pinned:
+            self.pinned[keys] = self.now + ttl, match.prompt, pinned
         if self.rng.random() < 0.3:
-            self.call("unpin", match)
+            assert self.call("unpin", match) or not pinned
+            self.pinned.pop(keys, None)
 
     def expire_pins(self) -> None:
         self.now += self.rng.choice((0.5, 10.0))
-        assert self.call("expire_pins", self.now) <= self.kv.num_pages
+        stay = {keys: pin for keys, pin in self.pinned.items() if pin[0] > self.now}
+        assert self.call("expire_pins", self.now) >= len(self.pinned) - len(stay)
+        assert self.kv.stats()["pins"] >= len(stay)
+        self.pinned = stay
 
     def evict(self) -> None:
         n = self.rng.choice((0, 1, 5, self.kv.num_pages))
@@ -604,16 +587,16 @@ class Life:
 
     def evict_these(self, pages: list[int]) -> None:
         kv, before = self.kv, self.kv.num_free_pages
+        self.pinned.clear()
         stayed = self.try_call("evict_pages", self.lend(pages))
         if stayed is None:
             return
-        used = {*np.unique([kv.tables[r.slot] for r in self.requests] or [[0]]).tolist()}
+        used = [row for r in self.requests for row in self.device.rows_of_tables(r)]
         # Of a segment that two requests computed the index has one page, and the table the other.
-        used |= {
-            page for run in kv.index.runs() if run.locks for page in run.look().ravel().tolist()
-        }
+        used += [run.look().ravel() for run in kv.index.runs() if run.locks]
         for job in () if self.tiers is None else self.tiers.jobs:
-            used |= {*(job.targets if job.kind == "load" else job.sources).tolist()}
+            used.append(job.targets if job.kind == "load" else job.sources)
+        used = {*np.concatenate([*used, [0]]).tolist()}
         stayed, free = {*stayed.tolist()}, {*kv.pool.free_pages().tolist()}
         assert stayed <= {*pages} & used and kv.num_free_pages >= before
         assert free >= {*pages} - stayed and not free & stayed
@@ -628,22 +611,20 @@ class Life:
 
     def clear(self) -> None:
         self.intact = False
+        self.pinned.clear()
         self.call("clear")
         assert self.kv.num_evictable_pages == 0
 
     def reset(self) -> None:
-        """All is forgotten; running requests and open jobs are in the way until they are ended."""
-        if self.copied:
-            self.refused("reset", end_requests=True)
-            self.end_jobs()
-        if self.requests:
-            self.refused("reset")
+        """All is forgotten, and running requests end."""
+        self.end_jobs()
         assert self.call("reset", end_requests=True) == [r.rid for r in self.requests]
         for r in self.requests:
             self.remember(Text(r.text.tokens, r.text.salt, r.text.extra_keys))
         self.requests.clear()
         assert self.kv.num_free_pages == self.kv.num_pages - 1
         self.promises = Promises(self.kv)
+        self.pinned.clear()
         for text in self.history[-8:]:
             assert self.match(text).dense_tokens == 0
 
@@ -779,6 +760,9 @@ class Life:
         stats = self.kv.stats()
         if stats["evicted_resume_points"] or stats["evicted_segments"]:
             self.intact = False
+        if stats["demoted_pins"] > self.num_demoted:
+            self.num_demoted = stats["demoted_pins"]
+            self.pinned.clear()
 
     def check(self) -> None:
         """Check invariants, and the rows of each request's next query in all table formats."""
@@ -788,6 +772,8 @@ class Life:
             assert kv.num_computed[r.slot] == r.computed
         if self.rng.random() < 0.3:
             kv.check_invariants()
+            for _, prompt, num_tokens in self.pinned.values():
+                assert kv.match(prompt).num_tokens >= num_tokens, "a pinned prefix is gone"
             self.device.wipe_free_pages()
             for r in self.requests:
                 self.device.check(r)
@@ -803,12 +789,12 @@ class Life:
         risky = ("step", "decode", "release", "rollback", "evict", "evict_pages")
         if name in risky and self.rng.random() < 0.1:
             if isinstance(self.policy, Moody):
-                self.policy.fails = {self.rng.choice(("add", "discard", "pop"))}
+                self.policy.fails = self.rng.choice(("add", "discard", "pop"))
             if self.log is not None:
                 self.log.fails = True
         getattr(self, name)()
         if isinstance(self.policy, Moody):
-            self.policy.fails = set()
+            self.policy.fails = ""
         if self.log is not None:
             self.log.fails = False
         self.check()
@@ -875,13 +861,12 @@ class ListLife(Life):
             self.call("advance", r.slot, r.computed, oldest, keep_tails=keeps)
             if self.schedule(r, n, drafts):
                 batch.append((r, n, drafts))
-        if rng.random() < 0.4:
-            known = len(self.requests)
-            self.admit()
-            for r in self.requests[known:]:
-                n = rng.randint(1, len(r.text) - r.computed)
-                if self.schedule(r, n, 0):
-                    batch.append((r, n, 0))
+        if rng.random() < 0.4 and len(self.requests) < MAX_REQUESTS:
+            self.admit_text(self.new_text())
+            r = self.requests[-1]
+            n = rng.randint(1, len(r.text) - r.computed)
+            if self.schedule(r, n, 0):
+                batch.append((r, n, 0))
         for r, n, drafts in batch:
             self.device.check_span(r, r.computed + n + drafts)
             r.computed += n + rng.randint(0, drafts)
