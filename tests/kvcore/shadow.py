@@ -291,7 +291,8 @@ class Life:
         max_tokens = self.max_tokens()
         match = self.match(text, max_tokens)
         if changes and self.rng.random() < 0.3:
-            getattr(self, self.rng.choice(("evict", "evict_pages", "release", "clear")))()
+            step = "look" if self.kv.append_only else "step"  # its steps may admit requests
+            getattr(self, self.rng.choice(("evict", "evict_pages", "release", "clear", step)))()
         rid = self.rng.choice((next(self.names), f"r{next(self.names)}", ("r", next(self.names))))
         if isinstance(self.policy, Moody) and self.rng.random() < 0.2:
             before, mood = digest(self.kv), self.policy.fails
