@@ -94,13 +94,15 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
 def _full_shapes(keys: Gemma4Keys, layer_types: Sequence[str]) -> dict[str, Any]:
     """head_dim, num_kv_heads and k_eq_v of the full layers.
 
-    transformers 5.23 saves ``per_layer_config`` instead of the keys of Hub files.
+    transformers saves ``per_layer_config`` instead of the keys of Hub files; since 5.24, with
+    numbers of layers of one length ("05").
     """
     kv_heads, head_dim = keys.num_key_value_heads, keys.global_head_dim
     if keys.attention_k_eq_v:
         kv_heads = keys.num_global_key_value_heads or kv_heads
     if (per_layer := keys.per_layer_config) is not None:
         full_layers = {str(i) for i, kind in enumerate(layer_types) if kind == FULL}
+        per_layer = {layer.lstrip("0") or "0": entry for layer, entry in per_layer.items()}
         entries = [per_layer.get(i, {}) for i in full_layers]
         known = {"head_dim", "num_key_value_heads"}
         if (
