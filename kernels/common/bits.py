@@ -1,6 +1,6 @@
-"""Triton helpers on the bits of numbers: e4m3 widened and rounded, and the order of fp32.
+"""Triton helpers on the bits of numbers: e4m3 and e2m1 widened, e4m3 rounded, the order of fp32.
 
-Source: OCP 8-bit floating point specification for e4m3.
+Source: OCP 8-bit floating point specification for e4m3; OCP Microscaling Formats 1.0 for e2m1.
 """
 
 import triton
@@ -10,6 +10,8 @@ import triton.language as tl
 INF_BITS = tl.constexpr(0x7F800000)
 E4M3_MAX_BITS = tl.constexpr(0x43E00000)
 E4M3_NORMAL_BITS = tl.constexpr(0x3C800000)
+# 2 to the difference of the biases of fp16, 15, and e2m1, 1.
+E2M1_FACTOR = tl.constexpr(2.0**14)
 
 
 @triton.jit
@@ -25,6 +27,22 @@ def widen(values, dtype: tl.constexpr, HARDWARE: tl.constexpr):
         bits = tl.where((values & 0x7F) == 0x7F, 0x7E00, bits).to(tl.uint16)
         wide = (bits.to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
     return wide.to(dtype)
+
+
+@triton.jit
+def widen_e2m1(packed, exponents, GROUP: tl.constexpr, dtype: tl.constexpr):
+    """Bytes of two e2m1 values [N, K / 2], the earlier one in the low bits, times E8M0 scale bytes
+    [N, K / GROUP]: their products [N, K]."""
+    bits = packed.to(tl.uint16)
+    bits = tl.join(bits & 15, bits >> 4)
+    half = ((bits & 8) << 12) | ((bits & 7) << 9)
+    values = half.to(tl.float16, bitcast=True).to(tl.float32) * E2M1_FACTOR
+    # Byte 0 stands for 2^-127, which is a subnormal number.
+    scale = tl.maximum(exponents.to(tl.uint32) << 23, 0x400000).to(tl.float32, bitcast=True)
+    N: tl.constexpr = packed.shape[0]
+    NUM_GROUPS: tl.constexpr = exponents.shape[1]
+    values = values.reshape(N, NUM_GROUPS, GROUP) * scale[:, :, None]
+    return values.reshape(N, NUM_GROUPS * GROUP).to(dtype)
 
 
 @triton.jit

@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 
 from ..common import checks, dequantize, launching, strided
-from ..common.bits import widen
+from ..common.bits import widen, widen_e2m1
 from ..common.tile_shapes import MAX_REGISTERS, next_power_of_2
-from .gating import check_options, gated_torch
-from .gating import gated as gated_values
+from .gating import check_options, gated_torch, gated_values
 
 # Rows and columns of a block that shares a scale, in e4m3; columns that do, in e2m1.
 FP8_BLOCK = tl.constexpr(128)
@@ -28,8 +27,6 @@ CHUNK, ORDER_WARPS = 1024, 8
 MIN_BINS = 256  # of a histogram: a bin a thread
 # A tile in the list: expert, first sorted row, number of rows.
 ENTRY = tl.constexpr(3)
-# 2 to the difference of the biases of fp16, 15, and e2m1, 1.
-E2M1_FACTOR = tl.constexpr(2.0**14)
 
 
 class Tile(NamedTuple):
@@ -104,19 +101,14 @@ def expert_mlp(
     Raises:
         NotImplementedError: Triton with a matrix of 2**31 elements or more.
 
-    Source: transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``, ``modeling_gemma4``; OCP
-        Microscaling Formats 1.0.
+    Source: transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``, ``modeling_gemma4``.
     """
-    chosen = checks.accept(
-        impl, _check, x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias,
-        activation, limit, alpha, up_offset,
-    )  # fmt: skip
+    weights = gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias
+    options = activation, limit, alpha, up_offset
+    chosen = checks.accept(impl, _check, x, ids, *weights, *options)
     checks.expect_values("ids", ids, 0, gate_up.shape[0] - 1)
     if chosen == "torch":
-        return _torch(
-            x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias,
-            (activation, limit, alpha, up_offset),
-        )  # fmt: skip
+        return _torch(x, ids, *weights, options)
     for name, weight in (("gate_up", gate_up), ("down", down)):
         if weight.stride(0) >= 2**31:  # rows of a matrix are addressed with 32 bits
             raise NotImplementedError(
@@ -132,7 +124,7 @@ def expert_mlp(
     out = x.new_empty(num_rows, hidden)
     if kind == "fp8":  # Triton refuses the type where no instruction converts it
         gate_up, down = gate_up.view(torch.uint8), down.view(torch.uint8)
-    options = dict(
+    shape = dict(
         FORMAT=kind, TOP_K=top_k, GELU=activation == "gelu_tanh",
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -152,7 +144,7 @@ def expert_mlp(
             bias=strided.matrices(gate_up_bias, columns=False), out=gated,
             limit=None if limit is None else float(limit), alpha=float(alpha),
             up_offset=float(up_offset), num_rows=num_rows, COLUMNS=hidden, ROWS=width, GATED=True,
-            INTERLEAVED=gate_up.stride(2) == 2 * gate_up.stride(1), **options,
+            **shape,
         )  # fmt: skip
         down_bias = None if down_bias is None else down_bias[..., None]
         launching.launch(
@@ -161,7 +153,7 @@ def expert_mlp(
             scale=strided.matrices(down_scale, parts=False),
             bias=strided.matrices(down_bias, parts=False), out=out,
             limit=None, alpha=1.0, up_offset=0.0, num_rows=num_rows, COLUMNS=width, ROWS=hidden,
-            GATED=False, INTERLEAVED=False, **options,
+            GATED=False, **shape,
         )  # fmt: skip
     return out
 
@@ -190,10 +182,9 @@ def _check(
         ("gate_up_bias", gate_up_bias, (num_experts, 2, width)),
         ("down_bias", down_bias, (num_experts, hidden)),
     ):
-        if bias is not None:
-            checks.expect_tensor(
-                name, bias, shape, checks.MODEL_DTYPES, device=x.device, any_stride=True
-            )
+        checks.expect_tensor(
+            name, bias, shape, checks.MODEL_DTYPES, device=x.device, any_stride=True, optional=True
+        )
     check_options(*options)
 
 
@@ -230,21 +221,15 @@ def _torch(
         return sums if bias is None else (sums + bias[index]).to(x.dtype)
 
     flat = ids.flatten()
-    order = flat.argsort(stable=True)
-    sorted_rows = x[order // ids.shape[1]]
-    sorted_out = torch.empty_like(sorted_rows)
-    start = 0
-    for expert, count in enumerate(flat.bincount().tolist()):
-        if count == 0:
-            continue
-        rows = sorted_rows[start : start + count]
-        gate = product(rows, gate_up, gate_up_scale, gate_up_bias, expert, 0)
-        up = product(rows, gate_up, gate_up_scale, gate_up_bias, expert, 1)
-        gated = gated_torch(gate, up, *options)
-        sorted_out[start : start + count] = product(gated, down, down_scale, down_bias, expert)
-        start += count
-    out = torch.empty_like(sorted_out)
-    out[order] = sorted_out
+    out = x.new_empty(len(flat), x.shape[1])
+    by_expert = flat.argsort(stable=True).split(flat.bincount().tolist())
+    for expert, rows in enumerate(by_expert):
+        if len(rows):
+            tokens = x[rows // ids.shape[1]]
+            gate = product(tokens, gate_up, gate_up_scale, gate_up_bias, expert, 0)
+            up = product(tokens, gate_up, gate_up_scale, gate_up_bias, expert, 1)
+            gated = gated_torch(gate, up, *options)
+            out[rows] = product(gated, down, down_scale, down_bias, expert)
     return out
 
 
@@ -292,26 +277,11 @@ def _order_kernel(
         tl.store(cells + 2, rows, mask=entry < end)
 
 
-@triton.jit
-def _widen_e2m1(packed, exponents, dtype: tl.constexpr):
-    """Bytes of two e2m1 values [N, K / 2], scale bytes [N, K / 32]: their products [N, K]."""
-    bits = packed.to(tl.uint16)
-    bits = tl.join(bits & 15, bits >> 4)
-    half = ((bits & 8) << 12) | ((bits & 7) << 9)
-    values = half.to(tl.float16, bitcast=True).to(tl.float32) * E2M1_FACTOR
-    # Byte 0 stands for 2^-127, which is a subnormal number.
-    scale = tl.maximum(exponents.to(tl.uint32) << 23, 0x400000).to(tl.float32, bitcast=True)
-    N: tl.constexpr = packed.shape[0]
-    GROUPS: tl.constexpr = exponents.shape[1]
-    values = values.reshape(N, GROUPS, FP4_GROUP) * scale[:, :, None]
-    return values.reshape(N, GROUPS * FP4_GROUP).to(dtype)
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x, order, weight, scale, bias, out, limit, alpha, up_offset, num_rows,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, GELU: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows times rows of its expert's matrix [ROWS, COLUMNS].
@@ -330,18 +300,14 @@ def _product_kernel(
     sorted_row = (start + m).to(tl.int64)
     unsorted_row = tl.load(order + start + m, mask=live, other=0)
     n = part * BLOCK_N + tl.arange(0, BLOCK_N)
-    matrix = weight.data + expert * weight.stride_matrix
     if GATED:
         rows = x.data + (unsorted_row // TOP_K).to(tl.int64) * x.stride_row
         real, half, row = n < 2 * ROWS, n % 2, n // 2
-        if INTERLEAVED:  # the compiler sees that rows in turns are adjacent
-            matrix += n * weight.stride_part
-        else:
-            matrix += half * weight.stride_part + row * weight.stride_row
     else:
         rows = x.data + sorted_row * x.stride_row
         real, half, row = n < ROWS, 0, n
-        matrix += row * weight.stride_row
+    matrix = weight.data + expert * weight.stride_matrix
+    matrix += half * weight.stride_part + row * weight.stride_row
     if FORMAT != "plain":
         block = row // FP8_BLOCK if FORMAT == "fp8" else row
         scales = scale.data + expert * scale.stride_matrix
@@ -359,12 +325,11 @@ def _product_kernel(
             group = first // FP4_GROUP + tl.arange(0, BLOCK_K // FP4_GROUP)
             there = real[:, None] & (group < COLUMNS // FP4_GROUP)[None, :]
             exponents = tl.load(scales[:, None] + group[None, :], mask=there, other=0)
-            b = tl.trans(_widen_e2m1(packed, exponents, dtype))
+            b = tl.trans(widen_e2m1(packed, exponents, FP4_GROUP, dtype))
         elif FORMAT == "fp8":
             bits = tl.load(matrix[:, None] + k[None, :], mask=real[:, None] & inside, other=0)
-            factor = tl.load(
-                scales + first // FP8_BLOCK * scale.stride_column, mask=real, other=0.0
-            )
+            cells = scales + first // FP8_BLOCK * scale.stride_column
+            factor = tl.load(cells, mask=real, other=0.0)
             b = tl.trans((widen(bits, tl.float32, HARDWARE=False) * factor[:, None]).to(dtype))
         else:
             # Loaded as it is multiplied: a transposed load would not be copied ahead.

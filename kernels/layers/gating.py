@@ -107,7 +107,7 @@ def gated_torch(gate, up, activation, limit, alpha, up_offset) -> torch.Tensor:
 
 
 @triton.jit
-def gated(g, u, limit, alpha, up_offset, GELU: tl.constexpr):
+def gated_values(g, u, limit, alpha, up_offset, GELU: tl.constexpr):
     """The product of a gate ``g`` and ``u``, both fp32; limit: None for no clamp.
 
     gelu_tanh(x) = x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which has no cancellation as
@@ -137,5 +137,5 @@ def _gated_product_kernel(
     up_cells = up.data + row * up.stride_row + column * up.stride_column
     g = tl.load(gate_cells, mask=live, other=0.0).to(tl.float32)
     u = tl.load(up_cells, mask=live, other=0.0).to(tl.float32)
-    made = gated(g, u, limit, alpha, up_offset, GELU)
+    made = gated_values(g, u, limit, alpha, up_offset, GELU)
     tl.store(out + row * width + column, made.to(out.dtype.element_ty), mask=live)

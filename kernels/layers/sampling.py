@@ -1,9 +1,8 @@
 """Sample a token from each row of logits in one kernel, one program a row, without a sort.
 
 top_k and top_p keep the tokens above some x, and the lowest ids of those equal to it. A bisection
-finds that x from counts and sums of weights. A long row is searched in its candidates: the ids
-above a bound below all kept tokens, listed once. A weight is exp(x) as an integer, in units of
-2**-42, so sums are exact in any order.
+finds that x from counts and sums of weights, in a pass over the row for each step. A weight is
+exp(x) as an integer, in units of 2**-42, so sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ..common import checks, launching, strided
 from ..common.bits import ordered
 from ..common.tile_shapes import next_power_of_2
 
-# Most logits that a program looks at at a time, and most candidates.
+# Most logits that a program looks at at a time.
 BLOCK = 4096
 # Weights of 2**20 tokens add up to less than MAX_WEIGHT.
 UNITS = tl.constexpr(2.0**42)
@@ -90,15 +89,12 @@ def sample_tokens(
         )
     block = min(BLOCK, max(128, next_power_of_2(vocab_size)))
     out = logits.new_empty(num_rows, dtype=torch.int64)
-    candidates = None
-    if temperature is not None:
-        candidates = logits.new_empty(num_rows, block, dtype=torch.int32)
     with torch.cuda.device_of(logits):
         launching.launch(
             sample_kernel, (num_rows,),
             logits=strided.matrix(logits), temperature=temperature, top_k=top_k, top_p=top_p,
-            min_p=min_p, u=u, out=out, probs=strided.matrix(probs), candidates=candidates,
-            vocab_size=vocab_size, BLOCK=block, num_warps=max(4, block // 256),
+            min_p=min_p, u=u, out=out, probs=strided.matrix(probs), vocab_size=vocab_size,
+            BLOCK=block, num_warps=max(4, block // 256),
         )  # fmt: skip
     return out
 
@@ -112,12 +108,9 @@ def _check(logits, temperature, top_k, top_p, min_p, u, probs) -> None:
     if draws:
         for (name, (dtype, _, _)), column in zip(COLUMNS.items(), columns, strict=True):
             checks.expect_tensor(name, column, (num_rows,), dtype, device=logits.device)
-    if probs is not None:
-        if not draws:
-            raise ValueError("probs: expected None without a temperature, got a tensor")
-        shape = (num_rows, vocab_size)
-        checks.expect_tensor("probs", probs, shape, torch.float32, device=logits.device)
-        checks.expect_apart("probs", probs)
+    if probs is not None and not draws:
+        raise ValueError("probs: expected None without a temperature, got a tensor")
+    checks.expect_output("probs", probs, (num_rows, vocab_size), torch.float32, logits.device)
 
 
 @torch.no_grad()
@@ -178,7 +171,6 @@ class Row(NamedTuple):
     """A row of logits that is drawn."""
 
     logits: Any  # pointer to its first logit
-    candidates: Any  # pointer to the ids of its candidates
     vocab_size: Any
     largest: Any  # the largest logit
     temperature: Any
@@ -191,19 +183,6 @@ class Kept(NamedTuple):
     high: Any  # all tokens above it are kept
     num_equal: Any  # tokens kept of those from low to high, the lowest ids first
     least: Any  # the smallest exp(x)
-
-
-@triton.jit
-def _kth_largest(values, k):
-    """The k-th largest of a vector of uint32, by bisection."""
-    low = tl.min(values, 0)
-    high = tl.max(values, 0)
-    while low < high:
-        middle = high - (high - low) // 2
-        enough = tl.sum((values >= middle).to(tl.int32), 0) >= k
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-    return low
 
 
 @triton.jit
@@ -222,31 +201,21 @@ def _share(part, whole, ROUND_UP: tl.constexpr):
 
 
 @triton.jit
-def _tokens(row, count, start, BLOCK: tl.constexpr):
-    """Ids of a block of a row's tokens, their mask and their x; count: of candidates, -1 = all."""
-    place = start + tl.arange(0, BLOCK)
-    token = place
-    if count >= 0:
-        live = place < count
-        token = tl.load(row.candidates + place, mask=live, other=0)
-    else:
-        live = place < row.vocab_size
+def _tokens(row, start, BLOCK: tl.constexpr):
+    """Ids of a block of a row's tokens, their mask and their x."""
+    token = start + tl.arange(0, BLOCK)
+    live = token < row.vocab_size
     logit = tl.load(row.logits + token, mask=live, other=float("-inf")).to(tl.float32)
     return token, live, tl.div_rn(logit - row.largest, row.temperature)
 
 
 @triton.jit
-def _num_tokens(row, count):
-    return tl.where(count >= 0, count, row.vocab_size)
-
-
-@triton.jit
-def _reached(row, count, bound, BLOCK: tl.constexpr):
+def _reached(row, bound, BLOCK: tl.constexpr):
     """Number and weight of the tokens that reach a bound."""
     counts = tl.zeros([BLOCK], tl.int32)
     weights = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, _num_tokens(row, count), BLOCK):
-        _, live, x = _tokens(row, count, start, BLOCK)
+    for start in range(0, row.vocab_size, BLOCK):
+        _, live, x = _tokens(row, start, BLOCK)
         reaches = live & (ordered(x) >= bound)
         counts += reaches.to(tl.int32)
         weights += tl.where(reaches, _weight(x), 0)
@@ -254,22 +223,17 @@ def _reached(row, count, bound, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _search(row, count, low, goal, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """Find the highest x that ``goal`` tokens reach, or tokens of weight ``goal``.
-
-    low: a bound that enough tokens reach.
-
-    Returns:
-        (low, high, number above high, their weight, number from low to high, their weight). The
-        tokens from low to high are equal, or one.
-    """
+def _search(row, low, goal, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    """Find the highest x that ``goal`` tokens reach, or tokens of weight ``goal``; enough reach
+    ``low``. Returns (low, high, number above high, their weight, number from low to high, their
+    weight); the tokens from low to high are equal, or one."""
     high = ordered(tl.zeros([], tl.float32))
-    found, weight = _reached(row, count, low, BLOCK)
+    found, weight = _reached(row, low, BLOCK)
     above = tl.zeros([], tl.int32)
     above_weight = tl.zeros([], tl.int64)
     while (low < high) & (found - above > 1):
         middle = high - (high - low) // 2
-        here, here_weight = _reached(row, count, middle, BLOCK)
+        here, here_weight = _reached(row, middle, BLOCK)
         enough = (here_weight if BY_WEIGHT else here) >= goal
         low = tl.where(enough, middle, low)
         found = tl.where(enough, here, found)
@@ -281,61 +245,27 @@ def _search(row, count, low, goal, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _list_candidates(row, bound, BLOCK: tl.constexpr):
-    """Write down the ids that reach a bound, ascending; their number, or -1 if above BLOCK."""
-    count = tl.zeros([], tl.int32)
-    for start in range(0, row.vocab_size, BLOCK):
-        token, live, x = _tokens(row, -1, start, BLOCK)
-        reaches = (live & (ordered(x) >= bound)).to(tl.int32)
-        place = count + tl.cumsum(reaches, 0) - 1
-        tl.store(row.candidates + place, token, mask=(reaches != 0) & (place < BLOCK))
-        count += tl.sum(reaches, 0)
-    tl.debug_barrier()  # other threads read them
-    return tl.where(count <= BLOCK, count, -1)
-
-
-@triton.jit
-def _bounds(row, best, k, p, BLOCK: tl.constexpr):
-    """(number of candidates or -1, low, high, num_equal) of top_k and top_p, as in ``Kept``.
-
-    best: the largest logit of each lane.
-    """
+def _bounds(row, k, p, BLOCK: tl.constexpr):
+    """(low, high, num_equal) of top_k and top_p, as in ``Kept``."""
     low = tl.zeros([], tl.uint32)
     high = tl.zeros([], tl.uint32)
     num_equal = tl.zeros([], tl.int32)
-    count = tl.full([], -1, tl.int32)
-    by_count = (k > 0) & (k < row.vocab_size)
-    by_weight = p < 1.0
-    part = tl.maximum((p.to(tl.float64) * 4294967296.0).to(tl.int64), 1)
     weight = tl.zeros([], tl.int64)
-    if by_count | by_weight:
+    by_count = (k > 0) & (k < row.vocab_size)
+    if by_count:
+        low, high, above, above_weight, equal, equal_weight = _search(row, low, k, False, BLOCK)
+        num_equal = k - above
+        weight = above_weight + equal_weight // equal * num_equal
+    if p < 1.0:
         if not by_count:
-            _, weight = _reached(row, -1, low, BLOCK)
-        if row.vocab_size > BLOCK:
-            if not by_count:
-                # All tokens below it weigh less than what may be missing; 0.01 is more than
-                # roundings take.
-                spare = (weight - _share(part, weight, True)).to(tl.float32)
-                low = ordered(tl.log(spare / (UNITS * row.vocab_size)) - 0.01)
-            elif k <= BLOCK:
-                # k lanes have a token that reaches the k-th largest of theirs.
-                low = _kth_largest(ordered(tl.div_rn(best - row.largest, row.temperature)), k)
-            count = _list_candidates(row, low, BLOCK)
-        if by_count:
-            low, high, above, above_weight, equal, equal_weight = _search(
-                row, count, low, k, False, BLOCK
-            )
-            num_equal = k - above
-            weight = above_weight + equal_weight // equal * num_equal
-        if by_weight:
-            goal = _share(part, weight, True)
-            low, high, _, above_weight, equal, equal_weight = _search(
-                row, count, low, goal, True, BLOCK
-            )
-            each = tl.maximum(equal_weight // equal, 1)
-            needed = ((goal - above_weight + each - 1) // each).to(tl.int32)
-            num_equal = tl.where(equal > 1, needed, 1)
-    return count, low, high, num_equal
+            _, weight = _reached(row, low, BLOCK)
+        part = tl.maximum((p.to(tl.float64) * 4294967296.0).to(tl.int64), 1)
+        goal = _share(part, weight, True)
+        low, high, _, above_weight, equal, equal_weight = _search(row, low, goal, True, BLOCK)
+        each = tl.maximum(equal_weight // equal, 1)
+        needed = ((goal - above_weight + each - 1) // each).to(tl.int32)
+        num_equal = tl.where(equal > 1, needed, 1)
+    return low, high, num_equal
 
 
 @triton.jit
@@ -350,15 +280,15 @@ def _is_kept(x, live, kept, seen):
 
 
 @triton.jit
-def _draw_kept(row, count, kept, goal, BLOCK: tl.constexpr):
+def _draw_kept(row, kept, goal, BLOCK: tl.constexpr):
     """The first kept token at which the running weight exceeds the goal, -1 for none, and the
     weight of all kept tokens up to its block."""
     found = tl.full([], -1, tl.int32)
     before = tl.zeros([], tl.int64)
     seen = tl.zeros([], tl.int32)
     start = tl.zeros([], tl.int32)
-    while (found < 0) & (start < _num_tokens(row, count)):
-        token, live, x = _tokens(row, count, start, BLOCK)
+    while (found < 0) & (start < row.vocab_size):
+        token, live, x = _tokens(row, start, BLOCK)
         stays, seen = _is_kept(x, live, kept, seen)
         weights = tl.where(stays, _weight(x), 0)
         after = before + tl.sum(weights, 0)
@@ -371,60 +301,46 @@ def _draw_kept(row, count, kept, goal, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _lane_maxima(logits, vocab_size, BLOCK: tl.constexpr):
-    """Largest logit of each lane and its lowest id; NaN where there is one."""
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
+def sample_kernel(
+    logits, temperature, top_k, top_p, min_p, u, out, probs, vocab_size, BLOCK: tl.constexpr
+):
+    """One row's token."""
+    index = tl.program_id(0).to(tl.int64)
+    first = logits.data + index * logits.stride_row
+    best = tl.full([BLOCK], float("-inf"), tl.float32)  # of each lane; NaN where there is one
     best_id = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab_size, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        live = token < vocab_size
-        logit = tl.load(logits + token, mask=live, other=float("-inf")).to(tl.float32)
+        logit = tl.load(first + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
         best_id = tl.where(logit > best, token, best_id)
         best = tl.maximum(best, logit, propagate_nan=tl.PropagateNan.ALL)
-    return best, best_id
-
-
-@triton.jit
-def sample_kernel(
-    logits, temperature, top_k, top_p, min_p, u, out, probs, candidates, vocab_size,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row's token; candidates: [num_rows, BLOCK] int32, None where all rows are greedy."""
-    index = tl.program_id(0).to(tl.int64)
-    first = logits.data + index * logits.stride_row
-    best, best_id = _lane_maxima(first, vocab_size, BLOCK)
     largest = tl.max(tl.where(best == best, best, float("inf")), 0)
     finite = tl.abs(largest) < float("inf")
     chosen = tl.min(tl.where(best == largest, best_id, vocab_size), 0)
-    chosen = tl.where(finite, chosen, -1)
     if temperature is not None:
         heat = tl.load(temperature + index)
         draws = finite & (heat > 0.0)
-        row = Row(
-            first, candidates + index * BLOCK, vocab_size, largest, tl.where(draws, heat, 1.0)
-        )
+        row = Row(first, vocab_size, largest, tl.where(draws, heat, 1.0))
         # A greedy row keeps the first of its largest logits.
         low = ordered(tl.zeros([], tl.float32))
         high = low
         num_equal = tl.full([], 1, tl.int32)
         least = 0.0
-        total = _weight(tl.zeros([], tl.float32))
         if draws:
             k, p = tl.load(top_k + index), tl.load(top_p + index)
             least = tl.load(min_p + index)
-            count, low, high, num_equal = _bounds(row, best, k, p, BLOCK)
-            kept = Kept(low, high, num_equal, least)
-            _, total = _draw_kept(row, count, kept, MAX_WEIGHT, BLOCK)
-            part = (tl.load(u + index) * 4294967296.0).to(tl.int64)
-            goal = _share(tl.minimum(tl.maximum(part, 0), 0xFFFFFFFF), total, False)
-            chosen, _ = _draw_kept(row, count, kept, goal, BLOCK)
+            low, high, num_equal = _bounds(row, k, p, BLOCK)
+        kept = Kept(low, high, num_equal, least)
+        _, total = _draw_kept(row, kept, MAX_WEIGHT, BLOCK)
+        part = (tl.load(u + index) * 4294967296.0).to(tl.int64)
+        goal = _share(tl.minimum(tl.maximum(part, 0), 0xFFFFFFFF), total, False)
+        chosen, _ = _draw_kept(row, kept, goal, BLOCK)
         if probs is not None:
-            kept = Kept(low, high, num_equal, least)
             whole = total.to(tl.float32) / UNITS
             seen = tl.zeros([], tl.int32)
             for start in range(0, vocab_size, BLOCK):
-                token, live, x = _tokens(row, -1, start, BLOCK)
+                token, live, x = _tokens(row, start, BLOCK)
                 stays, seen = _is_kept(x, live, kept, seen)
                 cells = probs.data + index * probs.stride_row + token
                 tl.store(cells, tl.where(stays, tl.exp(x) / whole, 0.0), mask=live)
-    tl.store(out + index, chosen.to(tl.int64))
+    tl.store(out + index, tl.where(finite, chosen, -1).to(tl.int64))
