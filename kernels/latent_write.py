@@ -127,9 +127,7 @@ def _check(x, pages, slot_mapping, positions, cos_sin, norm_weight, eps, out) ->
         expect_angles(cos_sin, head_dim, None if pages is None else pages.rope_dim, device)
     if norm_weight is not None:
         expect_norm(norm_weight, eps, head_dim, device)
-    if out is not None:
-        checks.expect_tensor("out", out, (num_rows, head_dim), x.dtype, device=device)
-        checks.expect_apart("out", out)
+    checks.expect_output("out", out, (num_rows, head_dim), x.dtype, device)
 
 
 def expect_angles(

@@ -104,8 +104,11 @@ def expect_tensor(
     *,
     device: torch.device | None = None,
     any_stride: bool = False,
+    optional: bool = False,
 ) -> None:
-    """Require a tensor; shape: None or a name stands for any size."""
+    """Require a tensor, or None if optional; shape: None or a name stands for any size."""
+    if optional and tensor is None:
+        return
     accepted = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     right = isinstance(tensor, torch.Tensor) and tensor.dtype in accepted
     right = right and len(shape) == tensor.dim()
@@ -153,13 +156,11 @@ def _is_finite(value: Any) -> bool:
     return is_number and -float("inf") < value < float("inf")
 
 
-def softmax_factor(softmax_scale: float | None, head_dim: int) -> float:
-    """The given factor of q . k, in [2**-30, 2**16], or the default."""
-    if softmax_scale is None:
-        return head_dim**-0.5
-    # Larger ones would take ordinary logits to where fp32 has no digits left for their differences.
-    expect_positive("softmax_scale", softmax_scale, most=16)
-    return float(softmax_scale)
+def expect_softmax_scale(softmax_scale: Any) -> None:
+    """Require a factor of q . k in [2**-30, 2**16], or None."""
+    if softmax_scale is not None:
+        # Larger ones take ordinary logits to where fp32 has no digits left for their differences.
+        expect_positive("softmax_scale", softmax_scale, most=16)
 
 
 def expect_apart(name: str, tensor: torch.Tensor) -> None:
@@ -175,6 +176,15 @@ def expect_apart(name: str, tensor: torch.Tensor) -> None:
                     f"with strides {tensor.stride()}"
                 )
             end += stride * (size - 1)
+
+
+def expect_output(
+    name: str, tensor: Any, shape: Sequence[int], dtypes: Any, device: torch.device
+) -> None:
+    """Require None, or a tensor to write to (`expect_apart`)."""
+    if tensor is not None:
+        expect_tensor(name, tensor, shape, dtypes, device=device)
+        expect_apart(name, tensor)
 
 
 def expect_ids(name: str, ids: torch.Tensor, count: int, what: str = "ids") -> None:
@@ -238,13 +248,10 @@ def check_outputs(
     workspace: Any = None,
     sinks_name: str = "sinks",
 ) -> None:
-    if sinks is not None:
-        expect_tensor(sinks_name, sinks, (num_heads,), torch.float32, device=device)
-    if lse is not None:
-        expect_tensor("lse", lse, (num_heads, num_tokens), torch.float32, device=device)
-        expect_apart("lse", lse)
-    if workspace is not None:
-        expect_tensor("workspace", workspace, (None,), torch.float32, device=device)
+    fp32 = torch.float32
+    expect_tensor(sinks_name, sinks, (num_heads,), fp32, device=device, optional=True)
+    expect_output("lse", lse, (num_heads, num_tokens), fp32, device)
+    expect_tensor("workspace", workspace, (None,), fp32, device=device, optional=True)
 
 
 def expect_batch(seq_lens: Any, cu_seqlens_q: Any, max_seqlen_q: Any, device: torch.device) -> int:
@@ -290,11 +297,8 @@ def check_batch(call: Any, name: str, table: torch.Tensor, head_dim_v: int) -> N
     expect_decodes(num_tokens, num_seqs, call.max_seqlen_q, call.max_seq_len, call.num_decodes)
     expect_tensor(name, table, (num_seqs, None), torch.int32, device=device)
     check_outputs(num_heads, num_tokens, device, call.sinks, call.lse, call.workspace)
-    softmax_factor(call.softmax_scale, q.shape[2])
-    if call.out is not None:
-        shape = num_tokens, num_heads, head_dim_v
-        expect_tensor("out", call.out, shape, q.dtype, device=device)
-        expect_apart("out", call.out)
+    expect_softmax_scale(call.softmax_scale)
+    expect_output("out", call.out, (num_tokens, num_heads, head_dim_v), q.dtype, device)
 
 
 def complete(call: Any, check: Callable[[Any], None], impl: str | None) -> str:
@@ -306,7 +310,8 @@ def complete(call: Any, check: Callable[[Any], None], impl: str | None) -> str:
         values = values | {"max_seq_len": None}
     chosen = accept(impl, check, call, values=values.values())
     call.num_decodes = decodes_of(call.num_decodes, call.num_seqs, call.max_seqlen_q)
-    call.softmax_scale = softmax_factor(call.softmax_scale, call.q.shape[2])
+    if call.softmax_scale is None:
+        call.softmax_scale = call.q.shape[2] ** -0.5
     if call.sliding_window is not None:
         call.sliding_window = min(call.sliding_window, MAX_TOKENS)
     return chosen

@@ -151,13 +151,9 @@ def _check(
     checks.expect_longest(num_tokens, num_seqs, max_seqlen_q)
     expect_tensor("block_table", block_table, (num_seqs, None), int32, device=device)
     _check_sizes(topk, compress_ratio)
-    if out is not None:
-        expect_tensor("out", out, (num_tokens, topk), int32, device=device)
-        checks.expect_apart("out", out)
-    if lens is not None:
-        expect_tensor("lens", lens, (num_tokens,), int32, device=device)
-    if workspace is not None:
-        expect_tensor("workspace", workspace, (None,), fp32, device=device)
+    checks.expect_output("out", out, (num_tokens, topk), int32, device)
+    expect_tensor("lens", lens, (num_tokens,), int32, device=device, optional=True)
+    expect_tensor("workspace", workspace, (None,), fp32, device=device, optional=True)
 
 
 def _check_sizes(topk: int, compress_ratio: int) -> None:

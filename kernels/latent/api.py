@@ -201,8 +201,8 @@ def _check_mla(call: LatentCall) -> None:
     checks.expect_short_pages("pages", pages)
     checks.check_batch(call, "block_table", call.table, head_dim_v)
     checks.expect_int("block_table: width", call.table.shape[1], 1)
-    if call.kv is not None:
-        checks.expect_tensor("kv", call.kv, (q.shape[0], head_dim), q.dtype, device=q.device)
+    shape = (q.shape[0], head_dim)
+    checks.expect_tensor("kv", call.kv, shape, q.dtype, device=q.device, optional=True)
     checks.expect_positive("softmax_scale", call.softmax_scale, most=16)
 
 
@@ -228,8 +228,7 @@ def _check_compressed(call: LatentCall) -> None:
         ("topk_lens", call.topk_lens, (num_tokens,), int32),
         ("cos_sin", call.cos_sin, (None, call.pages.rope_dim), torch.float32),
     ):
-        if tensor is not None:
-            checks.expect_tensor(name, tensor, shape, dtype, device=device)
+        checks.expect_tensor(name, tensor, shape, dtype, device=device, optional=True)
     if call.entry_table is not None:
         checks.expect_int("compressed_table: width", call.entry_table.shape[1], 1)
         checks.expect_int("compress_ratio", call.ratio, 1, checks.MAX_TOKENS)

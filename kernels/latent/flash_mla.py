@@ -100,7 +100,7 @@ def flash_mla_with_kvcache(
         extra_lists = extra_indices_in_kvcache.flatten(0, 1)
     flat = q.flatten(0, 1)
     check_latent_pages(flat, pages, extra_pages, ("k_cache", "extra_k_cache"))
-    scale = checks.softmax_factor(softmax_scale, HEAD_DIM)
+    checks.expect_softmax_scale(softmax_scale)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     checks.expect_tensor("out", out, tuple(q.shape), q.dtype, device=q.device)
@@ -112,7 +112,8 @@ def flash_mla_with_kvcache(
     checks.check_outputs(*lse_shape, q.device, attn_sink, lse, workspace, sinks_name="attn_sink")
     call = LatentCall(
         flat, pages, indices.flatten(0, 1), None, None, max_seqlen_q=1, head_dim_v=HEAD_DIM,
-        softmax_scale=scale, num_decodes=batch * seq_len_q,
+        softmax_scale=HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale,
+        num_decodes=batch * seq_len_q,
         out=out.flatten(0, 1), entries=extra_pages, topk_indices=extra_lists,
         topk_lens=extra_topk_length, sinks=attn_sink, lse=lse, workspace=workspace, slots=True,
         window_lens=topk_length, tokens_per_len=seq_len_q,
@@ -126,8 +127,8 @@ def _check_lists(
 ) -> None:
     checks.expect_tensor(name, indices, (*q.shape[:2], None), torch.int32, device=q.device)
     checks.expect_int(f"{name}: topk", indices.shape[2], 1)
-    if lens is not None:
-        checks.expect_tensor(lens_name, lens, (q.shape[0],), torch.int32, device=q.device)
+    shape = (q.shape[0],)
+    checks.expect_tensor(lens_name, lens, shape, torch.int32, device=q.device, optional=True)
 
 
 def _pages(name: str, cache: Any, fp8: bool) -> LatentPages:

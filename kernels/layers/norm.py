@@ -80,20 +80,16 @@ def _check(x, weight, eps, offset, residual, post_weight, scalar, out) -> None:
     for name, tensor, n in (
         ("weight", weight, size), ("post_weight", post_weight, size), ("scalar", scalar, 1)
     ):  # fmt: skip
-        if tensor is not None:
-            checks.expect_tensor(name, tensor, (n,), checks.MODEL_DTYPES, device=x.device)
+        dtypes = checks.MODEL_DTYPES
+        checks.expect_tensor(name, tensor, (n,), dtypes, device=x.device, optional=True)
     if weight is None and out is not None:
         raise ValueError("out: expected None without a weight, got a tensor")
-    if residual is not None:
-        checks.expect_tensor("residual", residual, (num_rows, size), x.dtype, device=x.device)
-        checks.expect_apart("residual", residual)
-    elif weight is None or post_weight is not None or scalar is not None:
+    checks.expect_output("residual", residual, (num_rows, size), x.dtype, x.device)
+    if residual is None and (weight is None or post_weight is not None or scalar is not None):
         why = "without a weight" if weight is None else "with a post_weight or a scalar"
         raise ValueError(f"residual: expected a tensor {why}, got None")
-    if out is not None:
-        dtypes = (x.dtype,) if x.dtype == torch.float32 else (x.dtype, torch.float32)
-        checks.expect_tensor("out", out, (num_rows, size), dtypes, device=x.device)
-        checks.expect_apart("out", out)
+    dtypes = (x.dtype,) if x.dtype == torch.float32 else (x.dtype, torch.float32)
+    checks.expect_output("out", out, (num_rows, size), dtypes, x.device)
 
 
 @torch.no_grad()

@@ -100,8 +100,9 @@ def _check(qkv, cos, sin, num_kv_heads, has_v, q_weight, k_weight, norm_v, eps, 
         shape = (num_tokens, head_dim // 2)
         checks.expect_tensor(name, angles, shape, torch.float32, device=qkv.device)
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        if weight is not None:
-            checks.expect_tensor(name, weight, (head_dim,), checks.MODEL_DTYPES, device=qkv.device)
+        checks.expect_tensor(
+            name, weight, (head_dim,), checks.MODEL_DTYPES, device=qkv.device, optional=True
+        )
     if (k_weight is None) != (q_weight is None or num_kv_heads == 0):
         wanted = "None without q_weight or keys" if k_weight is not None else "one beside q_weight"
         raise ValueError(f"k_weight: expected {wanted}")

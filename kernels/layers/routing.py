@@ -157,8 +157,8 @@ def combine_experts(
     device = weights.device
     checks.expect_tensor("rows", rows, (num_tokens * k, None), checks.MODEL_DTYPES, device=device)
     size = rows.shape[1]
-    if addend is not None:
-        checks.expect_tensor("addend", addend, (num_tokens, size), rows.dtype, device=device)
+    shape = num_tokens, size
+    checks.expect_tensor("addend", addend, shape, rows.dtype, device=device, optional=True)
     if chosen == "torch":
         return _combine_torch(rows, weights, addend)
     out = rows.new_empty(num_tokens, size)
