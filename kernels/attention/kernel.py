@@ -6,12 +6,12 @@
 A sink, one logit per head, joins the denominator only; lse leaves it out.
 
 A program walks the keys of one query tile: first those in pages, then the step's new rows, in one
-online softmax (exp2 domain, fp32 sums). The rows of the tile are tokens x heads of one KV head (row
-= token * HEADS + head). Of each source, the tiles that every row sees whole run first, without
-masks; then both edges:
+online softmax (exp2 domain, fp32 sums). Rows of the query tile are tokens x heads of one KV head
+(row = token * HEADS + head). Of each source, the K/V tiles that every row sees whole run first,
+without masks; then both edges:
 
-    tiles of a source    [ head edge | interior ... interior | tail edge ]
-                           masks       no masks                masks
+    K/V tiles of a source    [ first edge | interior ... interior | last edge ]
+                               masks        no masks                masks
 
 Source: FlashAttention-2 (arXiv 2307.08691); PagedAttention (arXiv 2309.06180); FlashDecoding.
 """
@@ -26,9 +26,8 @@ from ..common.bits import widen
 from ..common.query_tiles import KEEP_INVARIANTS, LOG2E
 from ..common.strided import Pages
 
-# e4m3 K and V are multiplied in fp16, which holds e4m3 exactly; bf16 queries become fp16, and with
-# fp32 queries the products are in fp32. Why fp16 and not bf16: sm_89+ converts e4m3 to it in one
-# instruction, and softmax weights keep 11 bits, not 8.
+# e4m3 K and V are multiplied in fp16 (with fp32 queries in fp32): it holds e4m3 exactly, sm_89+
+# converts e4m3 to it in one instruction, and softmax weights keep 11 bits, not the 8 of bf16.
 # In fp16, weights times v_scale are scaled to at most 2^HEADROOM, a factor 4 below the largest fp16
 # number. So those above 2^-28 of the largest are normal numbers, with all 11 bits.
 HEADROOM = tl.constexpr(14)
@@ -58,8 +57,8 @@ class Scoring(NamedTuple):
     """Parameters of the scores: visible keys, scale and softcap."""
 
     sliding_window: Any  # keys that a query sees, its own included; None: all before it
-    inner_scale: Any  # factor of q . k; without a softcap it includes log2(e)
-    outer_scale: Any  # softcap in log2 units, or None
+    inner_scale: Any  # of q . k: softmax_scale * log2(e), or softmax_scale / softcap
+    outer_scale: Any  # softcap * log2(e), or None
 
 
 class KeySource(NamedTuple):
@@ -117,12 +116,13 @@ def _load(cells, mask):
 
 @triton.jit
 def _softmax_step(
-    row_max, row_sum, scores, k_scale, v_scale, visible, scale, outer_scale, FP16: tl.constexpr
-):
+    row_max, row_sum, scores, k_scale, v_scale, visible, scale, outer_scale,
+    FP16_WEIGHTS: tl.constexpr,
+):  # fmt: skip
     """Scale, cap and mask scores, and add them to the online softmax.
 
-    scale: scalar or, for queries raised row by row to fp16, [BLOCK_M, 1]. FP16: keep the weights,
-    times v_scale, within fp16. Returns weights times v_scale, decay of earlier sums, maxima, sums.
+    scale: scalar or, for queries raised row by row to fp16, [BLOCK_M, 1]. FP16_WEIGHTS: the weights
+    times v_scale become fp16. Returns these, the decay of earlier sums, maxima, and sums.
     """
     if k_scale is not None:
         scores = scores * k_scale[None, :]
@@ -133,9 +133,9 @@ def _softmax_step(
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
     highest = scores
-    if FP16 and v_scale is not None:
+    if FP16_WEIGHTS and v_scale is not None:
         highest = scores + tl.log2(tl.maximum(v_scale, LEAST_SCALE))[None, :]
-    new_max = tl.maximum(row_max, tl.max(highest, 1) - (HEADROOM if FP16 else 0.0))
+    new_max = tl.maximum(row_max, tl.max(highest, 1) - (HEADROOM if FP16_WEIGHTS else 0.0))
     base = new_max
     if visible is not None:
         # A row that has seen nothing yet: subtracting its -inf would give NaN.
@@ -172,6 +172,7 @@ def _attend_tiles(
     value_dim = tl.arange(0, VALUE_DIM)[None, :]
     tile = _skip_gap(first, gap_at, gap)
     page = _load_page(source, tile, count > 0, WINDOW, SHAPE)
+    # Invariants are computed in the loop, not kept in registers: `query_tiles` says where.
     for i in tl.range(0, count, disable_licm=KEEP_INVARIANTS or MASKED):
         k_rows = _starts(source.k, page, tile, PAGED, SHAPE)[:, None]
         v_rows = _starts(source.v, page, tile, PAGED, SHAPE)[:, None]
@@ -197,6 +198,8 @@ def _attend_tiles(
         if E4M3:
             keys = widen(keys, q.dtype, SHAPE.WIDENS_E4M3)
             values = widen(values, q.dtype, SHAPE.WIDENS_E4M3)
+            if VALUE_DIM < SHAPE.HEAD_DIM:
+                values_2 = widen(values_2, q.dtype, SHAPE.WIDENS_E4M3)
         # "ieee": fp32 is not rounded to TF32.
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         weights, decay, row_max, row_sum = _softmax_step(
@@ -206,8 +209,6 @@ def _attend_tiles(
         weights = weights.to(values.dtype)
         acc = tl.dot(weights, values, acc * decay[:, None], input_precision="ieee")
         if VALUE_DIM < SHAPE.HEAD_DIM:
-            if E4M3:
-                values_2 = widen(values_2, q.dtype, SHAPE.WIDENS_E4M3)
             acc_2 = tl.dot(weights, values_2, acc_2 * decay[:, None], input_precision="ieee")
         # Loaded one tile ahead: else Triton keeps one K/V tile in flight, whatever num_stages is.
         tile = _skip_gap(first + i + 1, gap_at, gap)
@@ -220,9 +221,8 @@ def _attend_source(
     state, q, position, first_position, last_position, source, low, high, scale, scoring,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to rows [low, high) of a source as far as queries at positions [first_position,
-    last_position] see them. The interior runs without masks, then both edges in one masked loop.
-    """
+    """Attend to the rows [low, high) of a source that queries at positions [first_position,
+    last_position] see: first the interior, without masks, then both edges in one masked loop."""
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     # Some query of the tile sees rows [any_low, any_high); every query sees [all_low, all_high).
     any_low, all_low = low, low
@@ -295,22 +295,23 @@ def attention_kernel(
     HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
     VALUE_DIM: tl.constexpr = SHAPE.VALUE_DIM
     window = scoring.sliding_window
-    tile_of_item = tl.program_id(0) % (num_kv_heads * SHAPE.HEAD_TILES)
+    head_item = tl.program_id(0) % (num_kv_heads * SHAPE.HEAD_TILES)
     item = tl.program_id(0) // (num_kv_heads * SHAPE.HEAD_TILES)
-    kv_head = (tile_of_item // SHAPE.HEAD_TILES).to(tl.int64)
-    head_tile = tile_of_item % SHAPE.HEAD_TILES
-    split, num_splits, q_first, part = 0, 1, 0, 0
+    kv_head = (head_item // SHAPE.HEAD_TILES).to(tl.int64)
+    head_tile = head_item % SHAPE.HEAD_TILES
+    # KV split of the query tile, and its number among those that leave partial results.
+    split, num_splits, part = 0, 1, 0
     if SHAPE.DECODE:
         batch = split_kv.DecodeBatch(
             seq_lens, cu_seqlens_q, num_decodes, decode_tokens, target_splits, window,
-            ratio=None, most_entries=0,
+            ratio=None, most_entries=0,  # no compressed entries
         )  # fmt: skip
-        seq, tile, split, num_splits, part = split_kv.find_split(
+        seq, query_tile, split, num_splits, part = split_kv.find_split(
             item, batch, partial_out is not None, SHAPE.NEW_KV, BLOCK_Q
         )
         if seq >= num_decodes:
             return
-        q_first = tile * BLOCK_Q
+        q_first = query_tile * BLOCK_Q
     else:
         # Later tiles of a sequence see more keys: they start first.
         item = num_tiles - 1 - item
@@ -318,8 +319,9 @@ def attention_kernel(
     seq_start = tl.load(cu_seqlens_q + seq)
     q_len = tl.load(cu_seqlens_q + seq + 1) - seq_start
     seq_len = tl.load(seq_lens + seq)
-    context = seq_len - q_len  # negative in a padding sequence
+    context = seq_len - q_len  # negative in a padding sequence, of length 0
     is_decode = (seq < num_decodes) & (q_len <= decode_tokens)
+    # There is no such query tile, or the other launch has it.
     if (q_first >= q_len) | (is_decode != SHAPE.DECODE):
         return
 
@@ -336,7 +338,8 @@ def attention_kernel(
     last_position = context + tl.minimum(q_first + BLOCK_Q, q_len) - 1
     acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    # The second accumulator is of the second half of the channels, if VALUE_DIM is a half.
+    state = (acc, acc, row_max, tl.zeros([BLOCK_M], tl.float32))
 
     low, high = split_kv.paged_range(seq_len, q_len, window, SHAPE.NEW_KV)
     if SHAPE.DECODE:
@@ -356,11 +359,9 @@ def attention_kernel(
     elif SHAPE.SCALES == "tensor":
         scale, value_scale = scale * tl.load(k_scale), tl.load(v_scale)
     paged_queries = queries
-    E4M3: tl.constexpr = k_pages.data.dtype.element_ty == tl.uint8
-    if E4M3 and queries.dtype == tl.bfloat16:
-        paged_queries, factor = query_tiles.to_fp16(queries)
-        scale = (factor * scale)[:, None]
-    state = (acc, acc, row_max, row_sum)  # a second acc for the second half of the channels
+    if SHAPE.SCALES != "none" and queries.dtype == tl.bfloat16:
+        paged_queries, row_scale = query_tiles.to_fp16(queries)
+        scale = (row_scale * scale)[:, None]
     acc, acc_2, row_max, row_sum = _attend_source(
         state, paged_queries, position, first_position, last_position, pages, low, high, scale,
         scoring, SHAPE,
@@ -373,8 +374,7 @@ def attention_kernel(
             _rows_of_head(k_new, seq_start, kv_head), _rows_of_head(v_new, seq_start, kv_head),
             k_scale=None, v_scale=None, table=None, width=1, offset=context,
         )  # fmt: skip
-        # In a padding sequence (seq_len < q_len) the first new keys do not exist. The last split of
-        # a tile takes the new rows.
+        # A padding sequence has no new keys. The last split of a query tile takes the new rows.
         low = tl.maximum(-context, 0)
         high = tl.where(split == num_splits - 1, q_len, low)
         acc, acc_2, row_max, row_sum = _attend_source(
@@ -391,7 +391,7 @@ def attention_kernel(
         query_tiles.store_lse(lse, row_lse, first_token, first_head, token, head, live)
         out_rows = query_tiles.row_pointers(out, first_token, first_head, token, head)
         _store(out_rows, acc, acc_2, factor, live, HEAD_DIM, VALUE_DIM)
-    # Not `else`: num_splits is no compile-time constant, and partial_out may be None.
+    # Not `else`: decode knows num_splits on the device only, and partial_out may be None.
     elif partial_out is not None:
         row = (part.to(tl.int64) * BLOCK_Q + token) * (num_kv_heads * SHAPE.GROUP)
         rows, factor = query_tiles.partial_rows(
