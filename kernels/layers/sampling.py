@@ -17,8 +17,8 @@ from ..common import checks, launching, strided
 from ..common.bits import ordered
 from ..common.tile_shapes import next_power_of_2
 
-# Most logits that a program looks at at a time.
-BLOCK = 4096
+# Most logits that a program looks at at a time, and the registers of its threads, which are all.
+BLOCK, REGISTERS = 4096, 128
 # Weights of 2**20 tokens add up to less than MAX_WEIGHT.
 UNITS = tl.constexpr(2.0**42)
 MAX_WEIGHT = tl.constexpr(2**63 - 1)
@@ -95,6 +95,7 @@ def sample_tokens(
             logits=strided.matrix(logits), temperature=temperature, top_k=top_k, top_p=top_p,
             min_p=min_p, u=u, out=out, probs=strided.matrix(probs), vocab_size=vocab_size,
             BLOCK=block, num_warps=max(4, block // 256),
+            **launching.arch_and_sms(logits)[0].register_limit(REGISTERS),
         )  # fmt: skip
     return out
 
