@@ -25,9 +25,11 @@ from tests.gpu.conftest import (
     captured,
     without_waiting,
 )
+from tests.kernels.attention import test_merge as merge_cases
 from tests.kernels.compressor import test_compressor as compressor_cases
 from tests.kernels.latent_write import test_latent_write as latent_cases
 from tests.kernels.layers import test_sampling as sampling_cases
+from tests.kernels.pages import test_write_kv as write_cases
 from tests.support.helpers import (
     DEVICE,
     NAN,
@@ -77,28 +79,10 @@ def pooling(q_lens, **options):
     return call | {"slot_mapping": torch.arange(len(call["kv"]), device=DEVICE)}
 
 
-def latent_rows(q_lens):
-    return latent_cases.make(**latent_cases.FP8)
-
-
 def sampling(q_lens):
-    filters = sampling_cases.FILTERS[-4:]
     logits = sampling_cases.make_logits(4, 300 if DRY_RUN else 128_256)
-    call = sampling_cases.make_call(logits, filters, [0.37] * 4)
+    call = sampling_cases.make_call(logits, sampling_cases.FILTERS[-4:], [0.37] * 4)
     return call | {"probs": torch.zeros_like(logits)}
-
-
-def writing(q_lens):
-    k, v = torch.randn(2, 40, 4, 128, device=DEVICE, dtype=BF16).unbind(0)
-    pages = torch.zeros(2, 8, 16, 4, 128, device=DEVICE, dtype=BF16)
-    slots = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:40].to(DEVICE)
-    return {"k": k, "v": v, "k_pages": pages[0], "v_pages": pages[1], "slot_mapping": slots}
-
-
-def merging(q_lens):
-    parts = torch.randn(3, 40, 4, 128, device=DEVICE)
-    part_lse, out = torch.randn(3, 4, 40, device=DEVICE), torch.zeros_like(parts[0])
-    return {"partial_out": parts, "partial_lse": part_lse, "out": out}
 
 
 # name -> (operator, arguments for the new tokens of four sequences)
@@ -113,9 +97,12 @@ CALLS = {
     "compress-csa": (compress, lambda q: pooling(q, dtype=BF16)),
     "compress-index": (compress, lambda q: pooling(q, **compressor_cases.INDEX_FP8)),
     "compress-hca": (compress, lambda q: pooling(q, **compressor_cases.HCA)),
-    "write-latent": (write_latent, latent_rows),
-    "write-kv": (write_kv, writing),
-    "merge": (merge_partials, merging),
+    "write-latent": (write_latent, lambda q: latent_cases.make(**latent_cases.FP8)),
+    "write-kv": (
+        write_kv,
+        lambda q: write_cases.make(40, num_kv_heads=4, head_dim=128, dtype=BF16),
+    ),
+    "merge": (merge_partials, lambda q: merge_cases.make(3, 40, 4, 128)),
     "sample": (sample_tokens, sampling),
 }
 

@@ -12,7 +12,6 @@ from tests.kernels.oracles.compressed_attention import slots_attention
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
 BF16 = torch.bfloat16
-IMPLS = ("triton", "torch")
 
 
 def fp8_cache(num_blocks, block_size, rows, generator):
@@ -98,6 +97,15 @@ def exactly(arguments, lists, softmax_scale=512**-0.5):
         )  # fmt: skip
 
 
+def assert_attends(results, exact):
+    """Require the oracle's output and lse; of a query without keys FlashMLA has output 0, lse +inf."""
+    (out, lse), (exact_out, exact_lse) = results, exact
+    assert_within_budget("out", out.flatten(0, 1).cpu(), exact_out)
+    lse, none = lse.transpose(0, 1).flatten(1).cpu(), exact_lse.isneginf()
+    assert lse[none].isposinf().all()
+    assert_within_budget("lse", torch.where(none, -torch.inf, lse), exact_lse)
+
+
 @pytest.mark.parametrize("options", [
     {},
     {"num_heads": 16, "seq_len_q": 2, "batch": 1},
@@ -105,31 +113,17 @@ def exactly(arguments, lists, softmax_scale=512**-0.5):
     {"fp8": False, "lens": False},
     {"extra": False, "sink": False, "seq_len_q": 2},
 ], ids=str)  # fmt: skip
-def test_against_float64(options):
+def test_against_float64(options, impl):
     arguments, lists = make_call(**options)
-    exact, exact_lse = exactly(arguments, lists)
     batch, seq_len_q, num_heads = arguments["q"].shape[:3]
-    for impl in IMPLS:
-        out, lse = flash_mla_with_kvcache(**arguments, impl=impl)
-        assert out.shape == arguments["q"].shape and lse.shape == (batch, num_heads, seq_len_q)
-        assert_within_budget(f"{impl} out", out.flatten(0, 1).cpu(), exact)
-        lse = lse.transpose(0, 1).flatten(1).cpu()
-        assert_within_budget(f"{impl} lse", lse, exact_lse)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_query_without_keys(impl):
-    """FlashMLA's convention: output 0, lse +inf."""
-    arguments, _ = make_call()
-    arguments["topk_length"][0] = 0
-    arguments["extra_indices_in_kvcache"][0] = -1
+    if not options:  # a query without keys
+        arguments["topk_length"][0], arguments["extra_indices_in_kvcache"][0] = 0, -1
     out, lse = flash_mla_with_kvcache(**arguments, impl=impl)
-    assert not out[0].any() and (lse[0] == torch.inf).all()
-    assert out[1].any() and lse[1].isfinite().all()
+    assert out.shape == arguments["q"].shape and lse.shape == (batch, num_heads, seq_len_q)
+    assert_attends((out, lse), exactly(arguments, lists))
 
 
 @pytest.mark.parametrize("q_len", [1, 2])
-@pytest.mark.parametrize("impl", IMPLS)
 def test_several_splits_of_a_larger_tensor(impl, q_len, monkeypatch):
     """Tokens of a sequence lie evenly, sequences do not; one of them has several splits without keys."""
     monkeypatch.setattr(latent_launch, "arch_and_sms", lambda tensor: (named("sm_90"), 8))
@@ -143,7 +137,7 @@ def test_several_splits_of_a_larger_tensor(impl, q_len, monkeypatch):
         "q": q, "k_cache": cache, "block_table": None, "cache_seqlens": None, "head_dim_v": 512, "is_fp8_kvcache": False,
         "indices": indices, "topk_length": lens, "attn_sink": None,
     }  # fmt: skip
-    exact, exact_lse = exactly(call, [(LatentPages(cache[:, :, 0], 200), indices, lens)])
+    exact = exactly(call, [(LatentPages(cache[:, :, 0], 200), indices, lens)])
     call = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
     more = {
         "out": torch.full((2, q_len, 4, 512), NAN, dtype=BF16, device=DEVICE),
@@ -152,7 +146,4 @@ def test_several_splits_of_a_larger_tensor(impl, q_len, monkeypatch):
     }
     out, lse = flash_mla_with_kvcache(**call, **more, impl=impl)
     assert out is more["out"] and lse.data_ptr() == more["lse"].data_ptr()
-    assert_within_budget("out", out.flatten(0, 1).cpu(), exact)
-    # A query without keys has lse -inf in the oracle, and FlashMLA's +inf.
-    assert (lse[1] == torch.inf).all()
-    assert_within_budget("lse", lse[0].cpu(), exact_lse[:, :q_len])
+    assert_attends((out, lse), exact)

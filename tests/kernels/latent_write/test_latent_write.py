@@ -1,6 +1,8 @@
 """write_latent, both implementations, against the oracle: the numbers, the bytes, and what must stay
 untouched."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -80,15 +82,16 @@ def make(
 
 
 def assert_rows(name, rows, call):
-    """Rows that were read back, against the oracle."""
-    names = ("x", "positions", "cos_sin", "norm_weight", "eps")
-    with bounding():
-        exact = reference.write_latent(**{n: call[n] for n in names})
-    exact = exact if isinstance(exact, Bounded) else bounded(exact)
-    pages = call["pages"]
+    """Rows that were read back, against the oracle; those of pages where there is a slot."""
+    names, pages = ("x", "positions", "cos_sin", "norm_weight", "eps"), call["pages"]
+    given = {n: x.detach() if isinstance(x := call[n], torch.Tensor) else x for n in names}
     if name == "pages":
         live = call["slot_mapping"] >= 0
-        rows, exact = rows[live], exact[live]
+        given |= {n: given[n][live] for n in ("x", "positions") if given[n] is not None}
+        rows = rows[live]
+    with bounding():
+        exact = reference.write_latent(**given)
+    exact = exact if isinstance(exact, Bounded) else bounded(exact)
     if pages is None or not pages.fp8:
         dtype = call["x"].dtype if pages is None or pages.data.dtype == FP32 else pages.data.dtype
         return assert_within_budget(name, rows.to(dtype), exact)
@@ -96,14 +99,33 @@ def assert_rows(name, rows, call):
     assert_quantised(name, rows[:, :448], exact[:, :448], 64)
 
 
-def clear(pages, slots, blank):
-    """Put into the rows of slots what they held before: then no trace is left."""
+def check(function, call, impl):
+    """Require the oracle's rows in ``out`` and the pages, and all other memory as it was."""
+    x, pages, slots, out = (call[name] for name in ("x", "pages", "slot_mapping", "out"))
+    if pages is not None:  # gaps between pages and rows too: of a view, `_base` is all the memory
+        memory = pages.data._base
+        before = memory.clone()
+    assert function(**call, impl=impl) is out
+    if out is not None:
+        assert not out.requires_grad
+        assert_rows("out", out.float(), call)
+    if pages is None:
+        return
+    written = pages.read(slots)
+    assert not written.requires_grad
+    assert_rows("pages", written, call)
+    if out is not None:
+        assert out[slots >= 0].equal(written[slots >= 0].to(x.dtype))
     slots = slots[slots >= 0]
     page, row = slots // pages.storage_block_size, slots % pages.storage_block_size
+    if pages.fp8:
+        assert not pages.scales[page, row, 7].any()  # the padding byte
+    # With these rows as they were, no trace is left.
+    where = pages.data.shape, pages.data.stride(), pages.data.storage_offset()
+    blank = dataclasses.replace(pages, data=before.as_strided(*where))
     for view in ("values", "rope", "scales") if pages.fp8 else ("data",):
-        if view == "scales":
-            assert not pages.scales[page, row, 7].any()  # the padding byte
         getattr(pages, view)[page, row] = getattr(blank, view)[page, row]
+    torch.testing.assert_close(memory, before, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -111,22 +133,8 @@ def test_write_latent(impl, name):
     case = {"out": True} | CASES[name]
     wanted = case.pop("out")
     call = make(**case)
-    x, pages, slots, out = call["x"], call["pages"], call["slot_mapping"], None
-    if wanted:
-        out = wider(torch.full_like(x, NAN), after=3)
-    assert write_latent(**call, out=out, impl=impl) is out
-    if out is not None:
-        assert_rows("out", out.float(), call)
-    if pages is None:
-        return
-    written = pages.read(slots)
-    assert_rows("pages", written, call)
-    if out is not None:
-        assert out[slots >= 0].equal(written[slots >= 0].to(x.dtype))
-    blank = make(**case)["pages"]
-    clear(pages, slots, blank)
-    # Gaps between pages and rows too: of a view, `_base` is all the memory.
-    torch.testing.assert_close(pages.data._base, blank.data._base, rtol=0, atol=0, equal_nan=True)
+    out = wider(torch.full_like(call["x"], NAN), after=3) if wanted else None
+    check(write_latent, call | {"out": out}, impl)
 
 
 @pytest.mark.parametrize("block_size, dtype", [(64, BF16), (2, FP32)])

@@ -58,7 +58,7 @@ def make_call(logits, filters, u):
     names = ("temperature", "top_k", "top_p", "min_p")
     call = {name: column.float() for name, column in zip(names, columns, strict=True)}
     u = torch.tensor(u, dtype=torch.float64, device=DEVICE)
-    return call | {"logits": logits, "top_k": call["top_k"].int(), "u": u}
+    return {"logits": logits, **call, "top_k": call["top_k"].int(), "u": u}
 
 
 def expect_sure(logits, mass, filters, unsure):

@@ -35,11 +35,11 @@ def make_call(name):
     from_pages[1::2], index[1::2], rows[1::2] = 2**40, -1, 2**40
     to_pages[1::2], tokens[1::2] = 0, 2**40
     call = {
+        "pages": normal(num_pages, ratio, 2, width + 8)[..., 8:],
         "kv": both[:, : 2 * width],
         "gate": both[:, 2 * width : 4 * width],
         "ape": ape,
         "state": normal(num_seqs + 3, ring, 2, 2 * width + 4)[..., : 2 * width],
-        "pages": normal(num_pages, ratio, 2, width + 8)[..., 8:],
         "from_pages": from_pages,
         "state_index": index,
         "state_rows": rows,

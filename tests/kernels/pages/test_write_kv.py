@@ -5,71 +5,76 @@ import torch
 
 from quire.kernels import write_kv
 from tests.kernels.oracles import write_kv as reference
-from tests.support.helpers import DEVICE, NAN, AttentionCase, make_pages
+from tests.support.helpers import DEVICE, NAN, AttentionCase, drawing, make_pages
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 NAN_E4M3 = 0x7F
+# Arguments of `make`.
 WRITES = {
-    "no-rows": (0, AttentionCase("", [], [])),
-    "one-row": (1, AttentionCase("", [], [], block_size=1)),
-    "odd-heads": (11, AttentionCase("", [], [], num_kv_heads=5, block_size=7)),
-    "many-heads": (5, AttentionCase("", [], [], num_kv_heads=20, head_dim=512)),
-    "many-heads-bf16": (5, AttentionCase("", [], [], num_kv_heads=20, head_dim=512, dtype=BF16)),
-    "interleaved-bf16": (40, AttentionCase("", [], [], layout="interleaved", dtype=BF16)),
-    "head-major-fp16": (9, AttentionCase("", [], [], layout="hnd", dtype=FP16, head_dim=64)),
-    "not-ordinary": (9, AttentionCase("", [], [], num_kv_heads=1)),
+    "no-rows": dict(num_rows=0),
+    "one-row": dict(num_rows=1, block_size=1),
+    "odd-heads": dict(num_rows=11, num_kv_heads=5, block_size=7),
+    "many-heads": dict(num_kv_heads=20, head_dim=512),
+    "many-heads-bf16": dict(num_kv_heads=20, head_dim=512, dtype=BF16),
+    "interleaved-bf16": dict(num_rows=40, layout="interleaved", dtype=BF16),
+    "head-major-fp16": dict(num_rows=9, layout="hnd", dtype=FP16, head_dim=64),
+    "not-ordinary": dict(num_rows=9, num_kv_heads=1, ordinary=False),
 }
 
 
-def make_rows(name):
-    """Keys, values and slots: rows of one fused projection, as a model has them."""
-    num_rows, case = WRITES[name]
+def make(num_rows=5, scale=None, ordinary=True, **shape):
+    """Arguments of a call: rows of one fused projection, as a model has them, and poisoned pages.
+
+    scale: of e4m3 pages; "rows": one for each row; None: pages in the dtype of the rows.
+    ordinary: False for infinities, NaN and extreme rows; else every third row has no slot.
+    shape: fields of ``AttentionCase``.
+    """
+    case, (generator, normal) = AttentionCase("", [], [], **shape), drawing(4)
     heads = case.num_kv_heads
-    fused = torch.randn(num_rows, 2 * heads, case.head_dim).to(DEVICE, case.dtype)
+    fused = normal(num_rows, 2 * heads, case.head_dim).to(case.dtype)
     fused *= torch.logspace(-4, 3, num_rows, device=DEVICE).to(case.dtype)[:, None, None]
     # Halfway between two codes below the smallest normal one: an error of half a step, and rounding.
     fused[..., 1] = fused.abs().amax(-1) * 2.0**-16
-    slots = torch.randperm(4 * max(case.block_size, 2))[:num_rows].to(DEVICE)
-    if name == "not-ordinary":  # a NaN is not lost, and nothing else becomes one
-        fused[0] = 0.0
-        fused[1] = 1e-44
-        fused[2] = 3e-38
-        fused[3, :, 5] = torch.inf
-        fused[4, :, 2] = -torch.inf
-        fused[5, :, 7] = NAN
-        fused[6, :, 3] = 3e38
-        fused[7] = -0.0
-    else:
+    slots = torch.randperm(4 * max(case.block_size, 2), generator=generator)[:num_rows].to(DEVICE)
+    if ordinary:
         slots[1::3] = -1
-    return case, fused[:, :heads], fused[:, heads:], slots
+    else:  # a NaN is not lost, and nothing else becomes one
+        fused[:3] = torch.tensor([0.0, 1e-44, 3e-38])[:, None, None]
+        fused[3, :, 5], fused[4, :, 2], fused[5, :, 7] = torch.inf, -torch.inf, NAN
+        fused[6, :, 3], fused[7] = 3e38, -0.0
+    pages, scales = make_pages(case, 8), [scale, scale]
+    if scale is not None:
+        pages = [torch.empty_strided(x.shape, x.stride(), dtype=torch.uint8, device=DEVICE) for x in pages]  # fmt: skip
+        pages = [x.fill_(NAN_E4M3).view(E4M3) for x in pages]
+    if scale == "rows":
+        scales = torch.full((2, 8, heads, case.block_size), NAN, device=DEVICE).transpose(2, 3)
+    return {
+        "k": fused[:, :heads], "v": fused[:, heads:], "k_pages": pages[0], "v_pages": pages[1],
+        "slot_mapping": slots, "k_scale": scales[0], "v_scale": scales[1],
+    }  # fmt: skip
 
 
-def blank(case, num_pages):
-    """K and V pages of e4m3 and their row scales, NaN everywhere; strides of the case's layout."""
-    pages = []
-    for like in make_pages(case, num_pages):
-        code = torch.empty_strided(like.shape, like.stride(), dtype=torch.uint8, device=DEVICE)
-        pages.append(code.fill_(NAN_E4M3).view(E4M3))
-    scales = torch.full((2, num_pages, case.num_kv_heads, case.block_size), NAN, device=DEVICE)
-    return pages, list(scales.transpose(2, 3).unbind(0))
-
-
-def assert_same(tensors, expected):
-    for got, want in zip(tensors, expected, strict=True):
-        torch.testing.assert_close(got.cpu().float(), want.float(), rtol=0, atol=0, equal_nan=True)
+def check(function, call, impl):
+    """Require the oracle's pages and scales, bit by bit."""
+    names = ("k_pages", "v_pages", "k_scale", "v_scale")
+    host = {
+        name: x.detach().cpu().clone() if isinstance(x, torch.Tensor) else x
+        for name, x in call.items()
+    }
+    reference.write_kv(**host)
+    function(**call, impl=impl)
+    for name in names:
+        if isinstance(host[name], torch.Tensor):
+            got, want = call[name].cpu().float(), host[name].float()
+            assert not got.requires_grad
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", WRITES)
-@pytest.mark.parametrize("scaled", [False, True], ids=["as-they-are", "scaled"])
-def test_rows(impl, name, scaled):
+@pytest.mark.parametrize("scale", [None, "rows"], ids=["as-they-are", "scaled"])
+def test_rows(impl, name, scale):
     """Each row with scales of its own in e4m3 pages."""
-    case, k, v, slots = make_rows(name)
-    pages, scales = blank(case, 8) if scaled else (make_pages(case, 8), ())
-    expected = [x.cpu().clone() for x in (*pages, *scales)]
-    reference.write_kv(k.cpu(), v.cpu(), *expected[:2], slots.cpu(), *expected[2:])
-    given = dict(zip(("k_scale", "v_scale"), scales, strict=False))
-    write_kv(k, v, *pages, slots, **given, impl=impl)
-    assert_same((*pages, *scales), expected)
+    check(write_kv, make(**WRITES[name], scale=scale), impl)
 
 
 def around_codes():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -45,20 +46,38 @@ class Row:
         return arguments | (value if isinstance(value, dict) else {self.name: value})
 
 
-def cases(*tables, right):
-    """Parametrize a test by the rows of tables that are right, or by those that are refused.
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of one function.
 
-    tables: (function, its arguments, rows, [what else the test takes]) each.
+    Attributes:
+        function: operator.
+        arguments: makes the arguments of a right call.
+        rows: what is told of single arguments, besides ``tensors``.
+        check: call of (function, arguments, impl) that requires a right result.
+        written, any_stride: see ``tensors``.
+        generic: False if another table has the function's ``tensors``.
     """
+
+    function: Callable[..., Any]
+    arguments: Callable[[], dict[str, Any]]
+    rows: Sequence[Row]
+    check: Callable[..., None] | None = None
+    written: Sequence[str] = ()
+    any_stride: Sequence[str] = ()
+    generic: bool = True
+
+
+def rows_of(tables, *, right):
+    """Parametrize a test by the rows of tables that are right, or by those that are refused."""
     found = [
-        pytest.param(*table[:2], row, impl, *table[3:], id=f"{table[0].__name__}-{row}-{impl}")
+        pytest.param(table, row, impl, id=f"{table.function.__name__}-{row}-{impl}")
         for table in tables
-        for row in table[2]
-        if (row.outcome is RIGHT) is right
+        for row in [*(tensors(table) if table.generic else ()), *table.rows]
+        if (row.outcome is RIGHT) is right and not (right and table.check is None)
         for impl in row.impls
     ]
-    names = ["function", "arguments", "row", "impl", "expect"]
-    return pytest.mark.parametrize(names[: len(tables[0]) + 1], found)
+    return pytest.mark.parametrize(["table", "row", "impl"], found)
 
 
 def zeros(*shape, dtype=torch.float32):
@@ -93,21 +112,30 @@ def far(name, shape, stride):
         there = {n: x.to("meta") for n, x in a.items() if isinstance(x, torch.Tensor)}
         for n, x in a.items():
             if dataclasses.is_dataclass(x):
-                there[n] = dataclasses.replace(x, data=x.data.to("meta"))
+                there[n] = elsewhere(x)
         made = torch.empty_strided(shape, stride, dtype=a[name].dtype, device="meta")
         return there | {name: made}
 
     return value
 
 
-def tensors(arguments, first, optional=(), any_stride=(), written=()):
-    """Rows of what is no tensor as the arguments have it, and of ``impl``.
+def elsewhere(pages):
+    """The same pages on another device."""
+    return dataclasses.replace(pages, data=pages.data.to("meta"))
 
-    That is one of another dtype, number of dimensions, device or last stride, none at all, or one
-    of elements that share memory. first: its device is that of the call.
+
+def tensors(table):
+    """Rows of what is no tensor and no pages as the arguments have them, and of ``impl``.
+
+    That is one of another dtype, number of dimensions, device (but for the first argument, whose
+    device is that of the call) or last stride (but for those of ``any_stride``), none at all where
+    the signature has no None, or, for ``written``, one of elements that share memory.
     """
-    rows = []
+    rows, arguments = [], table.arguments()
+    parameters, first = inspect.signature(table.function).parameters, next(iter(arguments))
     for name, tensor in arguments.items():
+        if dataclasses.is_dataclass(tensor):  # pages
+            rows += refused(name, None, 3, lambda a, name=name: elsewhere(a[name]))
         if not isinstance(tensor, torch.Tensor):
             continue
         dtype = F16 if tensor.dtype == F64 else F64 if tensor.is_floating_point() else torch.int16
@@ -119,11 +147,11 @@ def tensors(arguments, first, optional=(), any_stride=(), written=()):
         )
         if name != first:
             rows += refused(name, lambda a, name=name: a[name].to("meta"))
-        if name not in optional:
+        if "None" not in parameters[name].annotation:
             rows += refused(name, None)
-        if name not in any_stride and tensor.shape[-1] > 1:
+        if name not in table.any_stride and tensor.shape[-1] > 1:
             rows += refused(name, lambda a, name=name: a[name].repeat_interleave(2, -1)[..., ::2])
-        if name in written:
+        if name in table.written:
             rows += refused(name, lambda a, name=name: a[name][:1].expand(a[name].shape))
     return [*rows, *refused("impl", "cuda", 3)]
 
