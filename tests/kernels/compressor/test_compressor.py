@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from quire.bench.common.bounds import bounding
-from quire.kernels import IndexPages, LatentPages, compress, compressor, page_bytes
+from quire.kernels import compress, compressor
 from quire.kernels.common import launching
 from tests.kernels.oracles import compressor as reference
 from tests.support.helpers import DEVICE, NAN, assert_within_budget, drawing
-from tests.support.kernels.quantised import assert_quantised
+from tests.support.kernels.quantised import assert_quantised, poisoned_pages
 
 # A slot that no pool has, for tokens that close nothing; its address does not wrap around to one.
 NO_SLOT = 2**45
-POISON = 0xAB
 BF16, FP16, U8 = torch.bfloat16, torch.float16, torch.uint8
 
 
@@ -199,15 +198,8 @@ class Run:
 
 
 def make_pages(case, num_pages):
-    """Pages of a case, poisoned."""
-    if case.pages == U8:
-        shape = num_pages, page_bytes(case.block_size, case.dim + 4 if case.index else 584)
-    else:
-        shape = num_pages, case.block_size, case.dim
-    data = torch.full(shape, POISON if case.pages == U8 else NAN, dtype=case.pages, device=DEVICE)
-    if case.index:
-        return IndexPages(data, case.block_size, case.dim)
-    return LatentPages(data, case.block_size, case.dim, case.rope_dim)
+    rope_dim = None if case.index else case.rope_dim
+    return poisoned_pages(num_pages, case.block_size, case.dim, rope_dim, case.pages)
 
 
 HCA = dict(ratio=8, overlap=False)

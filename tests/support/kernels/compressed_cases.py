@@ -7,9 +7,10 @@ from itertools import accumulate
 import torch
 
 from quire.bench.common.bounds import bounding
-from quire.kernels.common.latent_pages import LatentPages, page_bytes
+from quire.kernels import LatentPages
 from tests.kernels.oracles.compressed_attention import compressed_attention
 from tests.support.helpers import DEVICE, NAN, NO_PAGE
+from tests.support.kernels.quantised import poisoned_pages
 
 W = 8
 
@@ -54,14 +55,9 @@ class Pool:
     def __init__(self, case, num_pages, rows, generator):
         self.case, self.generator = case, generator
         self.order = torch.randperm(num_pages, generator=generator).tolist()
-        if case.fp8:
-            # The bytes of a page and more: a view into a pool whose pages hold other layers as well.
-            shape, fill = (num_pages, page_bytes(rows) + 64), 255
-            data = torch.full(shape, fill, dtype=torch.uint8)[:, 64:]
-        else:
-            shape = (num_pages, rows, 2, case.head_dim)
-            data = torch.full(shape, NAN, dtype=case.dtype)[:, :, 1]
-        self.pages = LatentPages(data, rows, case.head_dim, case.rope_dim)
+        dtype = torch.uint8 if case.fp8 else case.dtype
+        sizes = rows, case.head_dim, case.rope_dim
+        self.pages = poisoned_pages(num_pages, *sizes, dtype, device="cpu")
 
     def fill(self, page, row):
         """Put random numbers into a row."""

@@ -11,10 +11,8 @@ import torch
 
 from quire.kernels import IndexPages
 from tests.kernels.oracles import indexer as reference_indexer
-from tests.support.helpers import DEVICE, NAN, NO_PAGE
-
-# An e4m3 byte that is NaN.
-NAN_BYTE = 0x7F
+from tests.support.helpers import DEVICE, NO_PAGE
+from tests.support.kernels.quantised import poisoned_pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +53,10 @@ def make_index_batch(case, seed=42):
     width = max([1, *(-(-n // rows) for n in entries)])
     num_pages = num_seqs * width + 3
     order = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
-    pages = _poisoned_pages(case, num_pages)
+    dtype = torch.uint8 if case.fp8 else case.dtype
+    pages = poisoned_pages(num_pages, rows, case.index_dim, dtype=dtype, device="cpu")
     # One column more than used, so that rows are strided as those of a shared table are.
-    table = torch.full((num_seqs, width + 1), NO_PAGE, dtype=torch.int32)[:, :width]
+    table = torch.full((num_seqs, width + 1), NO_PAGE, dtype=torch.int32)
     for s, count in enumerate(entries):
         for w in range(count):
             if w % rows == 0:
@@ -81,7 +80,7 @@ def make_index_batch(case, seed=42):
         "q": draw(num_tokens, case.num_heads, case.index_dim).to(DEVICE, case.dtype),
         "weights": weights.to(DEVICE),
         "pages": IndexPages(pages.data.to(DEVICE), rows, case.index_dim),
-        "block_table": _strided(table),
+        "block_table": table.to(DEVICE)[:, :width],
         "seq_lens": torch.tensor(case.seq_lens, dtype=torch.int32, device=DEVICE),
         "cu_seqlens_q": torch.tensor([0, *accumulate(case.q_lens)], dtype=torch.int32, device=DEVICE),
         "topk": case.topk,
@@ -103,22 +102,3 @@ def exact_scores(batch):
         *(batch[name].cpu() for name in names),
         compress_ratio=batch["compress_ratio"],
     )
-
-
-def _poisoned_pages(case, num_pages):
-    if not case.fp8:
-        shape = (num_pages, case.rows, case.index_dim)
-        return IndexPages(torch.full(shape, NAN, dtype=case.dtype), case.rows, case.index_dim)
-    # Pages within larger ones, 16 bytes more than they need.
-    content = case.rows * (case.index_dim + 4)
-    size = -(-content // 16) * 16 + 16
-    data = torch.full((num_pages, size), NAN_BYTE, dtype=torch.uint8)
-    pages = IndexPages(data, case.rows, case.index_dim)
-    pages.scales.fill_(NAN)
-    return pages
-
-
-def _strided(table):
-    wide = torch.full((table.shape[0], table.shape[1] + 1), NO_PAGE, dtype=torch.int32)
-    wide[:, :-1] = table
-    return wide.to(DEVICE)[:, :-1]

@@ -1,9 +1,29 @@
-"""The largest distance of a quantised row from the exact one: half a step of e4m3 at its scale, and what it may be off before it is quantised."""
+"""Pages of latents and index keys: poisoned ones, and how far a quantised row may be from the exact one."""
 
 import torch
 
 from quire.bench.common.bounds import allowed
+from quire.kernels import IndexPages, LatentPages, page_bytes
 from tests.kernels.oracles import latent_write as reference_latent
+from tests.support.helpers import DEVICE, NAN
+
+
+def poisoned_pages(num_pages, rows, dim, rope_dim=None, dtype=torch.float32, device=DEVICE):
+    """Pages of NaN that are parts of wider ones; without ``rope_dim`` those of index keys.
+
+    dtype: torch.uint8 for quantised rows: bytes of 255 are NaN as values and as scales.
+    """
+    if dtype == torch.uint8:
+        size = page_bytes(rows) if rope_dim else page_bytes(rows, dim + 4)
+        data = torch.full((num_pages, size + 64), 255, dtype=dtype, device=device)[
+            :, 32 : size + 32
+        ]
+    else:
+        shape = (num_pages, rows + 1, dim + 16)
+        data = torch.full(shape, NAN, dtype=dtype, device=device)[:, 1:, 16:]
+    if rope_dim is None:
+        return IndexPages(data, rows, dim)
+    return LatentPages(data, rows, dim, rope_dim)
 
 
 def assert_quantised(name, actual, exact, group):
