@@ -4,21 +4,8 @@ case tables of tests/kernels."""
 import pytest
 import torch
 
-from quire.kernels import (
-    PoolPages,
-    compress,
-    compressed_attention,
-    gather_pages,
-    index_topk,
-    merge_partials,
-    mla_attention,
-    paged_attention,
-    sample_tokens,
-    scatter_pages,
-    sliding_window_attention,
-    write_kv,
-    write_latent,
-)
+from quire import kernels
+from quire.kernels import PoolPages, gather_pages, paged_attention, scatter_pages
 from tests.gpu.conftest import (
     DRY_RUN,
     assert_neither_waits_nor_allocates,
@@ -88,22 +75,22 @@ def sampling(q_lens):
 # name -> (operator, arguments for the new tokens of four sequences)
 CALLS = {
     "attention": (paged_attention, attention),
-    "window": (sliding_window_attention, lambda q: attention(q, sliding_window=24)),
-    "mla": (mla_attention, mla),
-    "sliding": (compressed_attention, latent),
-    "csa": (compressed_attention, lambda q: latent(q, ratio=4, topk=6)),
-    "hca": (compressed_attention, lambda q: latent(q, ratio=8)),
-    "index": (index_topk, index),
-    "compress-csa": (compress, lambda q: pooling(q, dtype=BF16)),
-    "compress-index": (compress, lambda q: pooling(q, **compressor_cases.INDEX_FP8)),
-    "compress-hca": (compress, lambda q: pooling(q, **compressor_cases.HCA)),
-    "write-latent": (write_latent, lambda q: latent_cases.make(**latent_cases.FP8)),
+    "window": (kernels.sliding_window_attention, lambda q: attention(q, sliding_window=24)),
+    "mla": (kernels.mla_attention, mla),
+    "sliding": (kernels.compressed_attention, latent),
+    "csa": (kernels.compressed_attention, lambda q: latent(q, ratio=4, topk=6)),
+    "hca": (kernels.compressed_attention, lambda q: latent(q, ratio=8)),
+    "index": (kernels.index_topk, index),
+    "compress-csa": (kernels.compress, lambda q: pooling(q, dtype=BF16)),
+    "compress-index": (kernels.compress, lambda q: pooling(q, **compressor_cases.INDEX_FP8)),
+    "compress-hca": (kernels.compress, lambda q: pooling(q, **compressor_cases.HCA)),
+    "write-latent": (kernels.write_latent, lambda q: latent_cases.make(**latent_cases.FP8)),
     "write-kv": (
-        write_kv,
+        kernels.write_kv,
         lambda q: write_cases.make(40, num_kv_heads=4, head_dim=128, dtype=BF16),
     ),
-    "merge": (merge_partials, lambda q: merge_cases.make(3, 40, 4, 128)),
-    "sample": (sample_tokens, sampling),
+    "merge": (kernels.merge_partials, lambda q: merge_cases.make(3, 40, 4, 128)),
+    "sample": (kernels.sample_tokens, sampling),
 }
 
 

@@ -421,7 +421,7 @@ LATENT = [
     *right("x", lambda a: {n: a[n][:0] for n in ("x", "slot_mapping", "positions", "out")}),
     *refused("positions", None),
     *right("positions", lambda a: a["positions"] * 0 - 1, lambda a: a["positions"] * 0 - 2),
-    *right("positions", lambda a: {"positions": torch.tensor([4, 99, 0], device=DEVICE), "out": None}),
+    *right("positions", lambda a: {"positions": a["positions"].where(a["slot_mapping"] >= 0, 99), "out": None}),
     *refused("cos_sin", None),
     *right("cos_sin", lambda a: {"cos_sin": a["cos_sin"][:0], "positions": a["positions"] * 0 - 1}),
     *right("norm_weight", None),
@@ -485,6 +485,11 @@ def expect_as_ever(function, given, impl):
 
 # Pages and sizes.
 
+
+def page(*shape):
+    return zeros(*shape, dtype=U8)
+
+
 PLAIN = {"data": torch.zeros(2, 4, 16), "storage_block_size": 4, "head_dim": 16, "rope_dim": 4}
 LATENT_PAGES = [
     *refused("data", None, 3, torch.zeros(2, 4, 16, dtype=torch.float64), torch.zeros(2, 4, 8)),
@@ -499,6 +504,7 @@ LATENT_PAGES = [
     *refused("storage_block_size", 0, -1, 1.5, True, None),
     *refused("storage_block_size", 5, blamed="data"),
     *refused("head_dim", 0, 24, 1024, -16, error=NotImplementedError),
+    *refused("data", lambda a: {"data": page(3, 1728), "storage_block_size": 2}, error=NotImplementedError),
     *refused("rope_dim", -2, 1.5, 3, 18, None),
 ]  # fmt: skip
 INDEX_PAGES = [
@@ -524,10 +530,6 @@ INDEX_WORKSPACE = [
     *refused("max_seq_len", -1, 2**31, 1.5, True, None),
 ]
 PAGE_BYTES = [row for name in ("storage_block_size", "row_bytes") for row in refused(name, 0, -1, 1.5, True, None)]  # fmt: skip
-
-
-def page(*shape):
-    return zeros(*shape, dtype=U8)
 
 
 POOL_PAGES = [

@@ -18,7 +18,6 @@ from tests.support.helpers import (
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 W = 20
 AROUND_W = [1, W - 1, W, W + 1, 2 * W]
-IMPLS = ("triton", "torch")
 
 FULL = [
     AttentionCase("decode-around-block", [1, 15, 16, 17, 33], [1] * 5),
@@ -114,7 +113,6 @@ def test_against_float64(case):
     assert_within_budget("torch out without lse", attend(**batch, impl="torch"), exact[0])
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_given_memory_is_filled_and_nothing_else(impl):
     case = AttentionCase("", [700, 40, 9], [1, 2, 9], num_decodes=2, num_heads=2, num_kv_heads=1)
     batch = make_batch(case)
@@ -162,7 +160,6 @@ def test_workspace_is_as_large_as_stated_and_no_larger_is_needed():
         attend(**batch, impl="triton", workspace=guarded[: numel - 1])
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_a_row_of_a_batch_is_what_it_is_alone(impl):
     together = make_batch(AttentionCase("", [40, 21], [6, 6]))
     out = attend(**together, impl=impl)

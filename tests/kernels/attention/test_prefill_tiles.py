@@ -20,6 +20,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 PLAIN = Config(32, 16, 4, 2)
 PARTS = dataclasses.replace(PLAIN, value_parts=2)
 ONE = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "dtype": BF16}
+CHUNKS = [223, 90], [10, 9]
 CASES = {
     "chunks": AttentionCase("", [46, 0, 37], [36, 0, 37], **ONE),
     "long-chunks": AttentionCase("", [60, 0, 37], [50, 0, 37], **ONE),
@@ -28,6 +29,12 @@ CASES = {
     "padding": AttentionCase("", [0, 40], [12, 40], **ONE),
     "mixed": AttentionCase("", [40, 50], [1, 45], num_decodes=1, **ONE),
     "pages-only": AttentionCase("", [50], [45], in_step=False, **ONE),
+    # A ring holds the window and the page in which it ends: a tile of 16 keys may go round it several times.
+    "small-pages": AttentionCase("", *CHUNKS, block_size=4, **ONE),
+    "ring-37": AttentionCase("", *CHUNKS, sliding_window=37, ring=True, **ONE),
+    "ring-37-page-48": AttentionCase("", *CHUNKS, sliding_window=37, ring=True, block_size=48, **ONE),
+    "ring-6-page-4": AttentionCase("", *CHUNKS, sliding_window=6, ring=True, block_size=4, **ONE),
+    "ring-16-page-4": AttentionCase("", *CHUNKS, sliding_window=16, ring=True, block_size=4, **ONE),
 }  # fmt: skip
 
 
@@ -52,17 +59,6 @@ def test_small_tiles(name, launched):
     for config in (PLAIN, PARTS):
         launched(config)
         assert_attends(attend, batch, exact, "triton")
-
-
-@pytest.mark.parametrize(
-    "window, block_size", [(None, 4), (37, 16), (37, 48), (6, 4), (16, 4)],
-)  # fmt: skip
-def test_a_tile_may_go_round_a_ring_several_times(window, block_size, launched):
-    """A ring holds the window and the page in which it ends; a tile has 16 keys."""
-    launched(PLAIN)
-    case = AttentionCase("", [223, 90], [10, 9], sliding_window=window, ring=window is not None, block_size=block_size, **ONE)  # fmt: skip
-    batch = make_batch(case)
-    assert_attends(attend, batch, attention_reference(batch), "triton")
 
 
 def test_no_row_of_another_sequence_is_copied_into_a_result(launched):

@@ -106,8 +106,3 @@ def test_dequantise_is_exact():
         want = torch.tensor([reference.e4m3_value(c) * 2.0**exponent for c in range(256)])
         torch.testing.assert_close(rows, want, rtol=0, atol=0, equal_nan=True)
         assert rows.to(torch.bfloat16).float().nan_to_num(0).equal(want.nan_to_num(0))
-
-
-def test_quantized_latents_have_one_width():
-    with pytest.raises(NotImplementedError, match=r"quantized latents have head_dim 512 and rope"):
-        LatentPages(torch.zeros(3, 1728, dtype=torch.uint8), 2, 32, 8)

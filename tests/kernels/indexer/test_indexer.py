@@ -94,24 +94,6 @@ def assert_as_good(got, batch):
         assert exact.error.max() < exact.std() / 100
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("values", ["normal", "integers", "zeros"])
-def test_a_query_selects_the_same_alone_and_in_a_chunk(dtype, values):
-    """A decode step and a chunk of a prompt, whose tiles hold borders of sequences.
-
-    The interpreter's products round by their size; ``tests/gpu/test_gpu_bits.py`` compares scores.
-    """
-    batch = make_index_batch(IndexCase("", [203, 120], [5, 2], dtype=dtype, values=values, rows=64))
-    together = index_topk(**batch, impl="triton")
-    alone = batch | {name: batch[name][:1] for name in ("block_table", "seq_lens")}
-    alone |= {"cu_seqlens_q": batch["cu_seqlens_q"][:2].clamp(max=1), "max_seqlen_q": 1}
-    for token in (0, 2, 4):
-        alone |= {name: batch[name][token : token + 1] for name in ("q", "weights")}
-        alone["seq_lens"] = batch["seq_lens"][:1] - 4 + token
-        got = index_topk(**alone, impl="triton")
-        assert_selected(got, [x[token : token + 1].cpu() for x in together])
-
-
 @pytest.mark.parametrize(
     "values, lanes",
     [("integers", 8), ("integers", 2048), ("zeros", 8), ("negative", 8), ("normal", 2048)],

@@ -81,6 +81,8 @@ CASES = [
     Case("real-decode", [200, 140], [1, 1], ratio=4, topk=16, rows=64, entry_rows=64, sliding_window=128, num_heads=8, **REAL),
     Case("real-prefill-hca", [270], [3], ratio=128, rows=64, entry_rows=2, sliding_window=128, num_heads=32, **REAL),
     Case("real-fp32", [40], [2], ratio=4, topk=6, head_dim=512, rope_dim=64, num_heads=3),
+    Case("csa-below-hopper", [150, 40], [1, 1], ratio=4, topk=6, num_heads=20, arch="sm_80", **REAL),
+    Case("csa-below-hopper-ragged", [150, 40], [2, 1], ratio=4, topk=6, num_heads=20, arch="sm_80", **REAL),
     Case("fp8-window-decode", [200, 3], [1, 1], rows=64, sliding_window=128, in_step=False, **FP8),
     Case("fp8-hca-decode", [300], [1], ratio=128, rows=64, entry_rows=2, sliding_window=128, num_heads=16, in_step=False, **FP8),
     Case("fp8-hca-decode-in-step", [80, 1], [1, 1], ratio=8, rows=64, entry_rows=2, num_heads=8, **FP8),
@@ -102,19 +104,12 @@ def test_against_float64(case, monkeypatch):
     if case.num_sms is not None:
         numel = compressed_attention_workspace_numel(head_dim=case.head_dim, num_sms=case.num_sms)
         workspace = batch["workspace"] = torch.full((numel,), NAN, device=DEVICE)
-        found = arch_and_sms(batch["q"])[0], case.num_sms
-        monkeypatch.setattr(latent_launch, "arch_and_sms", lambda q: found)
+    arch, num_sms = arch_and_sms(batch["q"])
+    found = named(case.arch) if case.arch else arch, case.num_sms or num_sms
+    monkeypatch.setattr(latent_launch, "arch_and_sms", lambda q: found)
     assert_attends(compressed_attention, batch, exact, "triton")
     if case.num_sms is not None:
         assert workspace.isfinite().sum() >= 2 * case.num_heads * (case.head_dim + 1)
-
-
-@pytest.mark.parametrize("q_lens", [[2, 1], [1, 1]])
-def test_tiles_below_hopper(q_lens, monkeypatch):
-    monkeypatch.setattr(latent_launch, "arch_and_sms", lambda _: (named("sm_80"), 2))
-    case = Case("", [150, 40], q_lens, ratio=4, topk=6, num_heads=20, **REAL)
-    batch = make_batch(case)
-    assert_attends(compressed_attention, batch, exactly(batch), "triton")
 
 
 @pytest.mark.parametrize("case, split", [

@@ -11,7 +11,6 @@ from tests.support.helpers import assert_attends, in_dtypes
 from tests.support.kernels.mla_cases import MlaCase, make_mla_batch, mla_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-IMPLS = ("triton", "torch")
 REAL = {"head_dim_v": 512, "rope_dim": 64, "dtype": BF16}
 
 CASES = [

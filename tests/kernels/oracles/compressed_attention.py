@@ -32,25 +32,10 @@ def read_row(pages, page, row):
 
 
 def compressed_attention(
-    q,
-    window_pages,
-    window_table,
-    seq_lens,
-    cu_seqlens_q,
-    *,
-    sliding_window,
-    kv=None,
-    compressed_pages=None,
-    compressed_table=None,
-    compress_ratio=None,
-    topk_indices=None,
-    topk_lens=None,
-    sinks=None,
-    softmax_scale=None,
-    cos_sin=None,
-    lse=None,
-    **hints,
-):
+    q, window_pages, window_table, seq_lens, cu_seqlens_q, *, sliding_window, kv=None,
+    compressed_pages=None, compressed_table=None, compress_ratio=None, topk_indices=None,
+    topk_lens=None, sinks=None, softmax_scale=None, cos_sin=None, lse=None, **hints,
+):  # fmt: skip
     """Attend token by token.
 
     Args:

@@ -14,18 +14,9 @@ def roped(head, cos, sin):
 
 
 def norm_rope(
-    qkv,
-    cos,
-    sin,
-    *,
-    num_kv_heads,
-    has_v=True,
-    q_weight=None,
-    k_weight=None,
-    norm_v=False,
-    eps=1e-6,
-    offset=0.0,
-):
+    qkv, cos, sin, *, num_kv_heads, has_v=True, q_weight=None, k_weight=None, norm_v=False,
+    eps=1e-6, offset=0.0,
+):  # fmt: skip
     """Queries, keys and, with ``norm_v``, values, [num_tokens, out_heads, head_dim] float64;
     arguments as in ``quire.kernels.norm_rope``.
     """

@@ -21,6 +21,7 @@ CASES = {  # tensors, page bytes, bytes between pages, copies, bytes between row
     "more-than-a-piece": (2, 8192 + 64, 0, 2, 0),
     "nothing": (2, 64, 0, 0, 0),
     "six-tensors": (6, 64, 0, 5, 0),
+    "few-programs-take-all-pieces": (3, 1168, 0, 4, 0),
 }
 NUM_PAGES, NUM_ROWS = 7, 6
 MAP_NORESERVE = 0x4000  # Python 3.12 and before have no name for it
@@ -62,25 +63,16 @@ def whole(call):
 
 @FUNCTIONS
 @pytest.mark.parametrize("name", CASES)
-def test_copy(impl, function, name):
+def test_copy(impl, function, name, monkeypatch):
+    if "few" in name:
+        monkeypatch.setattr(copies, "DEVICE_PROGRAMS", 2)
+        monkeypatch.setattr(copies, "BLOCK", 16)
     call = make_call(name)
     expected = copied(call)
     getattr(reference, function.__name__)(**expected)
     function(**call, impl=impl)
     for got, want in zip(whole(call), whole(expected), strict=True):
         assert got.equal(want)
-
-
-@FUNCTIONS
-def test_few_programs_take_all_pieces(function, monkeypatch):
-    """As many pieces as there are, in turn."""
-    monkeypatch.setattr(copies, "DEVICE_PROGRAMS", 2)
-    monkeypatch.setattr(copies, "BLOCK", 16)
-    call = make_call("three-tensors")
-    expected = copied(call)
-    getattr(reference, function.__name__)(**expected)
-    function(**call, impl="triton")
-    assert all(a.equal(b) for a, b in zip(whole(call), whole(expected), strict=True))
 
 
 @pytest.mark.skipif(

@@ -20,7 +20,8 @@ class Case:
     """One ragged batch.
 
     ratio None: sliding only; topk None: every entry (HCA). rows, entry_rows: of a page of raw rows and of entries. ring: the window's table
-    is a ring of just enough pages; else linear. num_sms: multiprocessors that decode work is divided for, None: the device's; scattered: the top-k
+    is a ring of just enough pages; else linear. arch, num_sms: what tiles are for, and
+    multiprocessors that decode work is divided for, None: the device's; scattered: the top-k
     indices of a token are shuffled, with -1 and entries of the future between.
     """
 
@@ -47,6 +48,7 @@ class Case:
     max_seq_len: int | None = None
     softmax_scale: float | None = None
     num_sms: int | None = None
+    arch: str | None = None
 
 
 class Pool:
