@@ -34,7 +34,7 @@ NOT_RUN = {
         "the extra hub",
     )
 }
-# Run by the tests of the adapters, where these are (`tests.support.models.adopted`).
+# Run by the tests of the adapters, where these are (tests/models/integrations/test_transformers.py).
 NOT_RUN.add('python title="needs transformers"')
 INFOS = {"python", "text", "sh", *NOT_RUN}
 WITH_CODE = [
