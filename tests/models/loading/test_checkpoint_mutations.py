@@ -4,8 +4,6 @@ import functools
 import json
 import re
 import shutil
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,50 +20,35 @@ from tests.support.models.quantized import write_fp8, write_mxfp4
 
 FILE = "model.safetensors"
 BATCH = 20  # tensors that an error names
-FP8, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+E8M0, BYTES = torch.float8_e8m0fnu, (torch.int8, torch.uint8)
 
 
-def write_dense(path):
-    path.mkdir(exist_ok=True)
-    save_checkpoint(random_model(get_config("llama-tiny")), path)
+def write_random(name, path):
+    save_checkpoint(random_model(get_config(name)), path)
 
 
-def write_moe(path):
-    save_checkpoint(random_model(get_config("gemma4-moe-tiny")), path)
+def write_v4(experts, path):
+    path.rmdir()
+    v4_release.write_release(path, random_model(v4_release.CONFIG), experts, num_files=1)
+    (path / "model-00001-of-00001.safetensors").rename(path / FILE)
+    (path / INDEX_FILE).unlink()
 
 
-def write_blocks(path):
-    write_fp8(path, "gemma3-tiny", "_scale_inv", "fp8")
-
-
-def write_v4(experts):
-    def write(path):
-        shutil.rmtree(path)
-        v4_release.write_release(path, random_model(v4_release.CONFIG), experts, num_files=1)
-        (path / "model-00001-of-00001.safetensors").rename(path / FILE)
-        (path / INDEX_FILE).unlink()
-
-    return write
-
-
-# What writes it, and how often its kinds of tensors are looked at: as often as there are ways to
-# load it.
-CHECKPOINTS = {
-    "dense": (write_dense, ("auto",)),
-    "moe": (write_moe, ("auto",)),
-    "fp8": (write_blocks, ("dequantize", "keep")),
-    "mxfp4": (write_mxfp4, ("dequantize", "keep")),
-    "v4-fp8": (write_v4("fp8"), ("dequantize", "keep")),
-    "v4-fp4": (write_v4("fp4"), ("dequantize", "keep")),
+WRITERS = {
+    "dense": functools.partial(write_random, "llama-tiny"),
+    "moe": functools.partial(write_random, "gemma4-moe-tiny"),
+    "fp8": lambda path: write_fp8(path, "gemma3-tiny", "_scale_inv", "fp8"),
+    "mxfp4": write_mxfp4,
+    "v4-fp8": functools.partial(write_v4, "fp8"),
+    "v4-fp4": functools.partial(write_v4, "fp4"),
 }
 
 
 class Checkpoint:
     """A directory, its tensors, and one name of each kind."""
 
-    def __init__(self, path: Path, modes: tuple[str, ...]) -> None:
-        self.path, self.modes = path, modes
-        self.tensors = load_file(path / FILE)
+    def __init__(self, path):
+        self.path, self.tensors = path, load_file(path / FILE)
         kinds = {re.sub(r"\d+", "#", name): name for name in sorted(self.tensors)}
         self.names = [name for name in kinds.values() if not name.endswith("input_scale")]
         # A drafter is a layer, and a little more.
@@ -81,14 +64,13 @@ class Checkpoint:
         names = [name for name in names if name not in alone]
         return [names[i : i + BATCH] for i in range(0, len(names), BATCH)] + [[n] for n in alone]
 
-    def write(self, changed, absent=()):
-        tensors = {name: t for name, t in (self.tensors | changed).items() if name not in absent}
+    def error(self, changed=(), absent=(), **options):
+        """What is said of changed and absent tensors."""
+        tensors = {n: t for n, t in (self.tensors | dict(changed)).items() if n not in absent}
         save_file({name: t.contiguous() for name, t in tensors.items()}, self.path / FILE)
-
-    def error(self, mode=None):
         with pytest.raises((ValueError, NotImplementedError)) as error:
-            load_model(self.path, fp8=mode or self.modes[0])
-        assert FILE in str(error.value)
+            load_model(self.path, **options)
+        assert FILE in str(error.value) or absent
         return str(error.value)
 
 
@@ -98,30 +80,17 @@ def written(tmp_path_factory):
 
     @functools.cache
     def write(name):
-        path = tmp_path_factory.mktemp("written") / "checkpoint"
-        path.mkdir()
-        CHECKPOINTS[name][0](path)
+        path = tmp_path_factory.mktemp(name)
+        WRITERS[name](path)
         return path
 
     return write
 
 
-@pytest.fixture(params=CHECKPOINTS)
+@pytest.fixture(params=WRITERS)
 def checkpoint(request, written, tmp_path):
     shutil.copytree(written(request.param), tmp_path, dirs_exist_ok=True)
-    return Checkpoint(tmp_path, CHECKPOINTS[request.param][1])
-
-
-# Dtypes that mean the same for a tensor that has one of them.
-SAME = ({torch.int8, torch.uint8}, {torch.uint8, E8M0}, {torch.float32, E8M0})
-OTHER = [torch.int8, torch.uint8, torch.bool, torch.complex64, torch.int16, torch.float8_e5m2, E8M0]
-
-
-def is_no_format(dtype, name, tensor):
-    """True if no format declares the dtype for a tensor."""
-    if dtype == torch.uint8 and name.endswith("_scale_inv"):
-        return False  # scales may be bytes of E8M0
-    return dtype != tensor.dtype and not any({dtype, tensor.dtype} <= same for same in SAME)
+    return Checkpoint(tmp_path)
 
 
 SHAPES = {
@@ -133,25 +102,26 @@ SHAPES = {
 }  # fmt: skip
 
 
-# (tensors that are changed, the change, a word of the error)
-CHANGES = {name: (lambda *_: True, change, "misshaped") for name, change in SHAPES.items()} | {
-    str(dtype): (partial(is_no_format, dtype), lambda tensor, to=dtype: torch.ones(tensor.shape).to(to), "")
-    for dtype in OTHER
-}  # fmt: skip
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(checkpoint, shape):
+    for names in checkpoint.batches():
+        changed = {name: SHAPES[shape](checkpoint.tensors[name]) for name in names}
+        message = checkpoint.error(changed)
+        assert "misshaped" in message
+        for name, tensor in changed.items():
+            assert name in message and f" {[*tensor.shape]} (exp" in message, message
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_shapes_and_dtypes(checkpoint, change):
-    wanted, make, word = CHANGES[change]
-    for names in checkpoint.batches(wanted):
-        changed = {name: make(checkpoint.tensors[name]) for name in names}
-        checkpoint.write(changed)
-        message = checkpoint.error()
-        assert word in message and all(name in message for name in names), message
-        if word:
-            assert all(f" {[*tensor.shape]} (exp" in message for tensor in changed.values()), (
-                message
-            )
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.bool, torch.complex64, torch.int16, torch.float8_e5m2]
+)
+def test_dtypes(checkpoint, dtype):
+    """No format has these, but for bytes of fp4."""
+    for names in checkpoint.batches(lambda _, t: dtype != torch.int8 or t.dtype not in BYTES):
+        message = checkpoint.error(
+            {name: torch.ones(checkpoint.tensors[name].shape).to(dtype) for name in names}
+        )
+        assert all(name in message for name in names), message
 
 
 def is_scale(name):
@@ -161,35 +131,27 @@ def is_scale(name):
     )
 
 
-@pytest.mark.parametrize("scales", [False, True])
-def test_missing_tensors(checkpoint, scales):
+def test_missing_tensors(checkpoint):
     """Under the model's name for them, or that of the weights whose scales they are."""
-    names = [name for name in checkpoint.names if is_scale(name) == scales]
-    for i in range(0, len(names), BATCH):
-        checkpoint.write({}, absent=names[i : i + BATCH])
-        with pytest.raises(ValueError) as error:
-            load_model(checkpoint.path)
-        message = str(error.value)
-        assert re.search(r"(missing|unscaled) \[", message), message
-        assert not (scales and "unexpected" in message), message
-        for name in names[i : i + BATCH]:
+    scales = [name for name in checkpoint.names if is_scale(name)]
+    others = [name for name in checkpoint.names if name not in scales]
+    for names in (others[:BATCH], others[BATCH:], scales[:BATCH], scales[BATCH:]):
+        message = checkpoint.error(absent=names[:BATCH]) if names else ""
+        for name in names[:BATCH]:
             ours = re.sub(r"^model\.|_(blocks|scales|scale_inv)$", "", name)
-            ours = ours.replace(".scale", ".weight") if scales else ours
-            where = target(name)  # of the release's scheme
-            assert ours in message or where.parameter in message, message
+            ours = ours.replace(".scale", ".weight") if name in scales else ours
+            assert ours in message or target(name).parameter in message, message
+            assert re.search(r"(missing|unscaled) \[", message), message
+            assert not (name in scales and "unexpected" in message), message
 
 
 @pytest.mark.parametrize("other", ["file", "prefix"])
 def test_tensors_that_are_there_twice(checkpoint, other):
     """In two shards, or under two names that mean the same."""
-    for names in checkpoint.batches():
-        names = [name for name in names if not name.endswith("_scales")]
-        v4_names = "layers.0.attn.wkv.weight" in checkpoint.tensors
-        prefix = "model." if v4_names else "language_model."
-        new = {
-            name if other == "file" else prefix + name: checkpoint.tensors[name].clone()
-            for name in names
-        }
+    is_v4 = "layers.0.attn.wkv.weight" in checkpoint.tensors
+    prefix = "" if other == "file" else "model." if is_v4 else "language_model."
+    for names in checkpoint.batches(lambda name, _: not name.endswith("_scales")):
+        new = {prefix + name: checkpoint.tensors[name].clone() for name in names}
         save_file(new, checkpoint.path / "extra.safetensors")
         index = dict.fromkeys(checkpoint.tensors, FILE) | dict.fromkeys(new, "extra.safetensors")
         (checkpoint.path / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
@@ -202,8 +164,8 @@ def broken(tensor, last):
     """The tensor with one bad element: no finite number, or no expert."""
     flat = tensor.clone().flatten()
     at = -1 if last else 0
-    if tensor.dtype in (torch.uint8, torch.int8, E8M0, FP8):
-        code = 0xFF if tensor.dtype != FP8 else 0x7F + 128 * last
+    if tensor.element_size() == 1:
+        code = 0x7F + 128 * last if tensor.dtype == torch.float8_e4m3fn else 0xFF
         flat.view(torch.uint8)[at] = code
     elif tensor.dtype == torch.int64:
         flat[at] = -1 if last else 4
@@ -220,75 +182,69 @@ def test_weights_that_are_no_finite_numbers(checkpoint):
         tensor = checkpoint.tensors[name]
         if tensor.dtype == torch.int8 or name.endswith("_blocks"):
             continue  # every code of e2m1 is finite
-        checkpoint.write({name: broken(tensor, i % 2)})
-        packed = ".experts." in name or (tensor.dtype == FP8 and name.startswith("model."))
-        for mode in checkpoint.modes if packed or "_scale" in name else checkpoint.modes[:1]:
-            message = checkpoint.error(mode)
+        is_quantized = ".experts." in name and "scale" in name
+        for mode in ("dequantize", "keep") if is_quantized else ("dequantize",):
+            message = checkpoint.error({name: broken(tensor, i % 2)}, fp8=mode)
             value = re.sub(r"_?(scale_inv|scales|scale)$", "", name)
-            assert value in message and re.search(
-                r"expected (finite weights|indices in 0\.\.3)", message
-            ), message
+            words = r"expected (finite weights|indices in 0\.\.3)"
+            assert value in message and re.search(words, message), message
             if "scale" not in name.rpartition(".")[2]:  # else where its block begins
                 at = [n - 1 for n in tensor.shape] if i % 2 else [0] * tensor.ndim
                 assert message.endswith(f" at {at}"), message
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_weights_that_overflow(tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "over"),
+    [(torch.bfloat16, torch.finfo(torch.float32).max), (torch.float16, 7e4), (torch.float32, 1e39)],
+)
+def test_weights_that_overflow(written, tmp_path, dtype, over):
     """Finite in the file and infinite in the model's dtype."""
-    write_dense(tmp_path)
+    shutil.copytree(written("dense"), tmp_path, dirs_exist_ok=True)
     tensors, name = load_file(tmp_path / FILE), "model.layers.1.mlp.up_proj.weight"
-    largest = torch.tensor(torch.finfo(dtype).max, dtype=torch.float64)
-    over = {
-        torch.bfloat16: torch.finfo(torch.float32).max,
-        torch.float16: 70000,
-        torch.float32: 1e39,
-    }[dtype]
-    weight = tensors[name].double()
-    weight[5, 7] = largest
-    save_file(tensors | {name: weight}, tmp_path / FILE)
+    weight = tensors[name] = tensors[name].double()
+    weight[5, 7] = largest = torch.finfo(dtype).max
+    save_file(tensors, tmp_path / FILE)
     assert load_model(tmp_path, dtype=dtype).layers[1].mlp.up_proj.weight[5, 7] == largest
     weight[5, 7] = -over
-    save_file(tensors | {name: weight}, tmp_path / FILE)
-    with pytest.raises(
-        ValueError,
-        match=rf"got 1 in {dtype} .* of '{name}' \(F64\) .*; the first is -inf at \[5, 7\]",
-    ):
+    save_file(tensors, tmp_path / FILE)
+    words = rf"got 1 in {dtype} .* of '{name}' \(F64\) .*; the first is -inf at \[5, 7\]"
+    with pytest.raises(ValueError, match=words):
         load_model(tmp_path, dtype=dtype)
 
 
+V4_EXPERT = ("layers.2.ffn.experts.3.w2.weight", "layers.2.ffn.experts.3.w2.scale")
+MXFP4 = "model.layers.1.mlp.experts.down_proj_"
+
+
 @pytest.mark.parametrize("mode", ["keep", "dequantize"])
-@pytest.mark.parametrize("name", ["fp8", "mxfp4", "v4-fp8", "v4-fp4"])
-def test_products_that_overflow(tmp_path, name, mode):
+@pytest.mark.parametrize(
+    ("checkpoint", "weight", "scale"),
+    [
+        ("fp8", "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight_scale_inv"),
+        ("mxfp4", f"{MXFP4}blocks", f"{MXFP4}scales"),
+        ("v4-fp8", *V4_EXPERT),
+        ("v4-fp4", *V4_EXPERT),
+    ],
+    indirect=["checkpoint"],
+)
+def test_products_that_overflow(checkpoint, weight, scale, mode):
     """Values and scales are finite, and a weight is not."""
-    write, _ = CHECKPOINTS[name]
-    write(tmp_path)
-    tensors = load_file(tmp_path / FILE)
-    if name == "fp8":
-        weight = "model.layers.1.mlp.up_proj.weight"
-        scale = f"{weight}_scale_inv"
-    elif name == "mxfp4":
-        weight, scale = (f"model.layers.1.mlp.experts.down_proj_{n}" for n in ("blocks", "scales"))
+    scales = checkpoint.tensors[scale].clone()
+    if scales.dtype == torch.float32:
+        scales[0, 0] = 3e38
     else:
-        weight, scale = (f"layers.2.ffn.experts.3.w2.{n}" for n in ("weight", "scale"))
-    if tensors[scale].dtype == torch.float32:
-        tensors[scale][0, 0] = 3e38
-    else:
-        tensors[scale].view(torch.uint8)[0, 0] = 254
-    save_file(tensors, tmp_path / FILE)
-    with pytest.raises(ValueError, match=f"expected finite weights, .*'{weight}'"):
-        load_model(tmp_path, fp8=mode, dtype=torch.float32)
+        scales.view(torch.uint8)[0, 0] = 254
+    message = checkpoint.error({scale: scales}, fp8=mode, dtype=torch.float32)
+    assert "expected finite weights" in message and f"'{weight}'" in message
 
 
 @pytest.mark.parametrize(
     "name",
     ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\\b", "x" * 300, "a\0b"],
 )
-def test_shards_outside_of_the_directory(tmp_path, name):
-    write_dense(tmp_path)
+def test_shards_outside_of_the_directory(written, tmp_path, name):
+    shutil.copytree(written("dense"), tmp_path, dirs_exist_ok=True)
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-    with pytest.raises(
-        ValueError,
-        match=f"^weight_map: expected names of files in the directory, got .*{INDEX_FILE}'$",
-    ):
+    words = f"^weight_map: expected names of files in the directory, got .*{INDEX_FILE}'$"
+    with pytest.raises(ValueError, match=words):
         load_model(tmp_path)

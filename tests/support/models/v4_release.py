@@ -183,6 +183,15 @@ def with_dspark():
     return random_model(replace(CONFIG, num_mtp_layers=0, dspark=stages))
 
 
+def say_ratios(path, num_nextn):
+    """Layers as DeepSeek-V4-Flash-0731 has them, where the drafter's three stages are counted as one layer; None = not."""
+    config = json.loads((path / "config.json").read_text())
+    del config["layer_types"], config["num_nextn_predict_layers"]
+    config |= {"compress_ratios": [0, 4, 128, 0, 0, 0]}
+    config |= {} if num_nextn is None else {"num_nextn_predict_layers": num_nextn}
+    (path / "config.json").write_text(json.dumps(config))
+
+
 def without_drafters(stored):
     """Drop the drafters' tensors: an ``edit`` of `write_release`."""
     for name in [name for name in stored if name.startswith("mtp.")]:
