@@ -1,14 +1,16 @@
-"""Tiny random checkpoints that transformers made, and what it computes."""
+"""Tiny random checkpoints, and what transformers computes of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from quire.bench.common.hf_checkpoint import to_hf
+from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
+from quire.models.deepseek_v4.config import CONFIGS
+from quire.models.loading.random_weights import random_model
 from tests.support.models.few import few
 
 TINY = (
@@ -59,3 +61,34 @@ def parity(request, oracle, tmp_path_factory) -> Parity:
     prompt = torch.randint(3, 259, (NUM_TOKENS,), generator=generator).tolist()
     ids, logits = oracle.continued(theirs, prompt, NEW_TOKENS)
     return Parity(directory, prompt, tuple(ids[NUM_TOKENS:]), logits)
+
+
+V4_TINY = CONFIGS["deepseek-v4-tiny"]
+# (configuration, number of tokens). "long": the released rates and window, of which two entries of
+# 128 tokens close within the test.
+V4_CASES = {
+    "ours": (V4_TINY, 203),
+    "long": (replace(V4_TINY, hca_ratio=128, sliding_window=128, index_topk=16), 620),
+    "wide": (CONFIGS["deepseek-v4-small"], 150),
+}
+
+
+@dataclass(frozen=True)
+class V4Oracle:
+    """A checkpoint of DeepSeek-V4 and transformers' fp32 logits [num_tokens, vocab_size] for ``input_ids``."""
+
+    path: Path
+    input_ids: torch.Tensor
+    logits: torch.Tensor
+
+
+@pytest.fixture(scope="session")
+def v4_oracles(oracle, tmp_path_factory) -> dict[str, V4Oracle]:
+    found = {}
+    for seed, (name, (config, num_tokens)) in enumerate(V4_CASES.items()):
+        path = tmp_path_factory.mktemp("v4") / name
+        save_checkpoint(random_model(config, seed=seed), path)
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(3, 259, (num_tokens,), generator=generator)
+        found[name] = V4Oracle(path, ids, oracle.logits(oracle.load(path), ids))
+    return found
