@@ -36,7 +36,6 @@ NUM_TOKENS = 125  # of each: 2,000 in all
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
 CHUNKED = EngineConfig(num_pages=2000, max_num_seqs=16, max_num_batched_tokens=24)
 WAYS = {
-    "one by one": EngineConfig(num_pages=2000, max_num_seqs=1),
     "preempted": EngineConfig(num_pages=70, max_num_seqs=16),
     "drafted": EngineConfig(num_pages=2000, max_num_seqs=16),
 }
@@ -57,19 +56,13 @@ def theirs():
 def test_2000_greedy_tokens_are_those_of_transformers(theirs, way):
     drafter = NGramDrafter(4) if way == "drafted" else None
     llm = LLM(cached("smollm2"), dtype="float32", engine=WAYS.get(way, CHUNKED), drafter=drafter)
-    outputs = llm.generate(PROMPTS, PARAMS, progress=False)
-    for output in outputs:
+    for output in llm.generate(PROMPTS, PARAMS, progress=False):
         ids = torch.tensor([[*output.prompt_token_ids, *output.token_ids]])
         with torch.no_grad():
             logits = theirs(ids[:, :-1], logits_to_keep=NUM_TOKENS).logits
         assert tuple(logits[0].argmax(-1).tolist()) == output.token_ids
     assert (llm.engine.totals.num_preempted > 0) == (way == "preempted")
     assert not drafter or llm.engine.totals.num_accepted > 0
-    if way == "one by one":  # from the cache: all but the last 40 tokens are given
-        given = [[*output.prompt_token_ids, *output.token_ids[:-40]] for output in outputs]
-        hits = llm.generate(given, SamplingParams(max_tokens=40, ignore_eos=True), progress=False)
-        for output, hit in zip(outputs, hits, strict=True):
-            assert hit.token_ids == output.token_ids[-40:] and hit.num_cached_tokens >= 80
 
 
 def documentation():

@@ -1,34 +1,22 @@
-"""Gemma-4's routers, inputs of layers and RoPE, and layers that run only for rows with wanted logits."""
+"""What logits of Gemma-4 do not show: weights before a norm, where a table lies, and layers that run only for rows with wanted logits."""
 
-import pytest
 import torch
 
-from quire.bench.common.bounds import UNIT, bounding
-from quire.models.config.model import RopeConfig
+from quire.bench.common.bounds import bounding
 from quire.models.config.named import get_config
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.families import gemma
-from quire.models.layers import basic, rotary
+from quire.models.layers import basic
 from quire.models.layers.per_layer import HostEmbedding
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
 from tests.support.helpers import assert_within_budget
 
 
-@pytest.mark.parametrize(
-    ("hidden_size", "scale"), [(5376, 73.5), (1152, 34.0), (2560, 50.5), (3840, 62.0)]
-)
-def test_embedding_scale_is_rounded_to_bf16(hidden_size, scale):
+def test_embedding_scale_is_rounded_to_bf16():
     place = basic.WeightPlacement(torch.device("cpu"), torch.bfloat16)
-    assert basic.Embedding(2, hidden_size, place, scale=hidden_size**0.5).scale == scale
-
-
-def test_proportional_rotary_frequencies():
-    rope = RopeConfig("proportional", 1e6, partial_rotary_factor=0.25)
-    want = torch.tensor([1e6 ** (-i / 16) for i in range(4)] + [0.0] * 12, dtype=torch.float64)
-    # A power errs by less than two units, a reciprocal by half of one.
-    got = rotary.inverse_frequencies(rope, 32).double()
-    torch.testing.assert_close(got, want, rtol=3 * UNIT, atol=0)
+    for hidden_size, scale in ((5376, 73.5), (1152, 34.0), (2560, 50.5), (3840, 62.0)):
+        assert basic.Embedding(2, hidden_size, place, scale=hidden_size**0.5).scale == scale
 
 
 def test_router_weights():
@@ -68,8 +56,7 @@ def test_per_layer_inputs():
 
 def test_per_layer_table_stays_on_the_host():
     model = gemma.Gemma(get_config("gemma-4-e2b"), device="meta", dtype=torch.bfloat16)
-    table = model.embed_tokens_per_layer.weight
-    assert table.numel() * table.element_size() == 262144 * 35 * 256 * 2
+    assert model.embed_tokens_per_layer.weight.nbytes == 262144 * 35 * 256 * 2
     assert HostEmbedding.weight_device(torch.device("cuda")) == torch.device("cpu")
 
 
@@ -89,7 +76,7 @@ def test_shared_layers_run_for_wanted_rows_only():
         is_chunk = start > len(attn.seq_lens)
         shared = (len(model.layers) - owners) * (wanted > 0 or not is_chunk)
         assert seen == [start] * owners + [wanted if is_chunk else start] * shared
-        counts.add((is_chunk, min(wanted, 3)))
+        counts.add((is_chunk, min(wanted, 3) if is_chunk else None))
         return out
 
     run.engine.runner.forward = checked
@@ -98,7 +85,4 @@ def test_shared_layers_run_for_wanted_rows_only():
     run.run()
     for request_id in ids:
         run.check(request_id)
-    assert counts >= {(True, 0), (True, 1), (True, 3)} and {is_chunk for is_chunk, _ in counts} == {
-        True,
-        False,
-    }
+    assert counts >= {(True, 0), (True, 1), (True, 3), (False, None)}

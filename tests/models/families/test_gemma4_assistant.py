@@ -17,43 +17,41 @@ from tests.support.models.drafters import Watched
 # 5.23 refuses its own assistants' configurations.
 transformers = pytest.importorskip("transformers", minversion="5.24")
 
-WINDOW, NUM_DRAFTS = 8, 3
+NUM_DRAFTS = 3
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 SHAPES = {
     "vocab_size": 272, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "global_head_dim": 32, "num_global_key_value_heads": 2, "sliding_window": WINDOW,
+    "global_head_dim": 32, "num_global_key_value_heads": 2, "sliding_window": 8,
     "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
     "max_position_embeddings": 512,
 }  # fmt: skip
 
 
-def randomized(model, seed):
+def saved(model, path, seed):
+    """transformers' model with random weights, and its directory."""
     generator = torch.Generator().manual_seed(seed)
-    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+    parameters = dict(model.named_parameters())
+    for name, weight in (parameters | dict(model.named_buffers())).items():
         if name.endswith("layer_scalar"):
             weight.data.fill_(0.8)
         elif name.endswith("token_ordering"):
             weight.data.copy_(torch.randperm(len(weight), generator=generator))
-        elif name in dict(model.named_parameters()):
+        elif name in parameters:
             new = torch.randn(weight.shape, generator=generator)
             scaled = new / weight.shape[-1] ** 0.5 if weight.ndim > 1 else 1 + 0.3 * new
             weight.data.copy_(scaled)
     model.tie_weights()
-    return model.eval()
+    model.save_pretrained(path)
+    return model.eval(), path
 
 
-@pytest.fixture(scope="module", params=["own keys", "shared keys"])
+@pytest.fixture(scope="module", params=[0, 3], ids=["own keys", "shared keys"])
 def target(request, tmp_path_factory):
-    """(transformers' target, its directory)."""
-    shared = 0 if request.param == "own keys" else 3
     config = transformers.Gemma4TextConfig(
         **SHAPES, hidden_size=64, intermediate_size=96, num_hidden_layers=6, layer_types=KINDS * 2,
-        num_kv_shared_layers=shared, final_logit_softcapping=None, eos_token_id=None,
+        num_kv_shared_layers=request.param, final_logit_softcapping=None, eos_token_id=None,
     )  # fmt: skip
-    model = randomized(transformers.Gemma4ForCausalLM(config), 0)
-    path = tmp_path_factory.mktemp("target")
-    model.save_pretrained(path)
-    return model, path
+    return saved(transformers.Gemma4ForCausalLM(config), tmp_path_factory.mktemp("target"), 0)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["head", "clusters"])
@@ -65,10 +63,8 @@ def assistant(request, tmp_path_factory):
         text_config=text, backbone_hidden_size=64, use_ordered_embeddings=request.param,
         num_centroids=16, centroid_intermediate_top_k=4,
     )  # fmt: skip
-    model = randomized(transformers.Gemma4AssistantForCausalLM(config), 1)
-    path = tmp_path_factory.mktemp("assistant")
-    model.save_pretrained(path)
-    return model, path
+    model = transformers.Gemma4AssistantForCausalLM(config)
+    return saved(model, tmp_path_factory.mktemp("assistant"), 1)
 
 
 @torch.no_grad()
@@ -92,13 +88,12 @@ def oracle(target, assistant, tokens):
 
 
 class WatchedAssistant(Watched, Gemma4Drafter):
-    pass
+    """Keeps its drafts."""
 
 
-def make(target, assistant, **settings):
+def make(target, assistant=None, **settings):
     """(engine's recorder, drafter)."""
-    model = load_model(target[1], dtype=torch.float32)
-    drafter = None
+    model, drafter = load_model(target[1], dtype=torch.float32), None
     if assistant is not None:
         own = load_assistant(assistant[1], dtype=torch.float32)
         drafter = WatchedAssistant(model, own, NUM_DRAFTS)
@@ -117,7 +112,7 @@ def work(run):
 
 def test_drafts_are_those_of_transformers(target, assistant):
     """Around a window of 8, in ragged batches, in chunks, behind a hit, with drafts accepted and rejected."""
-    plain = [output.token_ids for output in work(make(target, None)[0])]
+    plain = [output.token_ids for output in work(make(target)[0])]
     run, drafter = make(target, assistant)
     drafter.outputs = {str(i): tokens for i, tokens in enumerate(plain)}
     outputs = work(run)
@@ -129,9 +124,7 @@ def test_drafts_are_those_of_transformers(target, assistant):
         assert drafts == oracle(target[0], assistant[0], tokens)[: len(drafts)]
 
 
-@pytest.mark.parametrize(
-    ("target", "assistant"), [("own keys", False), ("shared keys", True)], indirect=True
-)
+@pytest.mark.parametrize(("target", "assistant"), [(0, False), (3, True)], indirect=True)
 def test_a_preempted_request_drafts_as_before(target, assistant):
     run, drafter = make(target, assistant, num_pages=30, max_model_len=75)
     ids = [run.add(prompt(41 + n, n), 30) for n in range(6)]
@@ -141,29 +134,33 @@ def test_a_preempted_request_drafts_as_before(target, assistant):
         assert drafts == oracle(target[0], assistant[0], tokens)[: len(drafts)]
 
 
+@pytest.mark.parametrize(("target", "assistant"), [(0, True)], indirect=True)
 def test_what_is_refused(target, assistant, tmp_path):
     path = assistant[1]
-    with pytest.raises(ValueError, match=r"drafter: expected one of .*or a directory, got 'none'"):
-        make_drafter("none", 3, None)
-    model = load_model(target[1], dtype=torch.float32)
-    assert isinstance(make_drafter(str(path), 3, model), Gemma4Drafter)
     own = load_assistant(path, dtype=torch.float32)
-    with pytest.raises(ValueError, match="drafter: expected a target with family 'gemma4'"):
-        Gemma4Drafter(random_model(get_config("llama-tiny")), own)
-    with pytest.raises(ValueError, match="drafter: expected a target with hidden_size 64"):
-        Gemma4Drafter(random_model(get_config("gemma4-small")), own)
-    with pytest.raises(NotImplementedError, match="model_type: supported as a drafter is"):
-        load_assistant(target[1])
-    tensors = load_file(path / "model.safetensors")
+    tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())  # fmt: skip
+    for name in ("tensors", "clusters"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        config["num_centroids"] = 19
     del tensors["pre_projection.weight"]
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((path / "config.json").read_text())
-    with pytest.raises(ValueError, match=r"missing .*pre_projection.*misshaped .*norm\.weight"):
-        load_assistant(tmp_path)
-    config = json.loads((path / "config.json").read_text())
-    config["num_centroids"] = 19
-    config["use_ordered_embeddings"] = True
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="num_centroids: expected a divisor of vocab_size=272"):
-        load_assistant(tmp_path)
+    save_file(tensors, tmp_path / "tensors" / "model.safetensors")
+    model = load_model(target[1], dtype=torch.float32)
+    assert isinstance(make_drafter(str(path), 3, model), Gemma4Drafter)
+    for call, error, message in (
+        (lambda: make_drafter("none", 3, None), ValueError,
+            r"drafter: expected one of .*or a directory, got 'none'"),
+        (lambda: Gemma4Drafter(random_model(get_config("llama-tiny")), own), ValueError,
+            "drafter: expected a target with family 'gemma4'"),
+        (lambda: Gemma4Drafter(random_model(get_config("gemma4-small")), own), ValueError,
+            "drafter: expected a target with hidden_size 64"),
+        (lambda: load_assistant(target[1]), NotImplementedError,
+            "model_type: supported as a drafter is"),
+        (lambda: load_assistant(tmp_path / "tensors"), ValueError,
+            r"missing .*pre_projection.*misshaped .*norm\.weight"),
+        (lambda: load_assistant(tmp_path / "clusters"), ValueError,
+            "num_centroids: expected a divisor of vocab_size=272"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()

@@ -10,13 +10,7 @@ from quire.models.engine.memory import model_cache
 from quire.models.layers.kv_cache import cache_groups
 from tests.models.engine.test_engine import DEVICE, Recorder, build, prompt
 
-E4M3 = torch.float8_e4m3fn
 NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "llama-tiny", "gpt-oss-tiny")
-
-
-@pytest.fixture(scope="module", params=NAMES)
-def model(request):
-    return build(request.param)
 
 
 def as_e4m3(rows):
@@ -29,15 +23,16 @@ def by_scales(scales):
 
     def rounded(rows):
         scale = next(each)
-        return ((rows / scale).to(E4M3).float() * scale).to(rows.dtype)
+        return ((rows / scale).to(torch.float8_e4m3fn).float() * scale).to(rows.dtype)
 
     return rounded
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_per_tensor"])
-def test_logits_err_as_much_as_rounded_rows_make_them(model, kv_cache_dtype):
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_err_as_much_as_rounded_rows_make_them(name, kv_cache_dtype):
     """In chunks, then token by token; a step's own rows are not rounded, so it errs a little less."""
-    rounded = as_e4m3
+    model, rounded = build(name), as_e4m3
     if kv_cache_dtype == "fp8_per_tensor":
         owners = model.config.num_kv_owners
         model.kv_scales = [(0.03 * 1.3**i, 0.05 * 1.2**i) for i in range(model.config.num_layers)]
@@ -52,10 +47,10 @@ def test_logits_err_as_much_as_rounded_rows_make_them(model, kv_cache_dtype):
     assert 0.3 * expected < error < 1.3 * expected < exact.std()
 
 
-def test_pages_with_one_scale_a_tensor_are_half_of_bf16(model, monkeypatch):
-    config = model.config
+def test_pages_with_one_scale_a_tensor_are_half_of_bf16():
+    model = build("gemma4-e-tiny")
     groups = model_cache(model, kv_cache_dtype="fp8_per_tensor").groups
-    assert 2 * groups[0].page_bytes == cache_groups(config, torch.bfloat16)[0][0].page_bytes
-    monkeypatch.setattr(model, "kv_scales", [(1.0, 1.0)])
-    with pytest.raises(ValueError, match=f"kv_scales: expected {config.num_layers} pairs, got 1"):
+    assert 2 * groups[0].page_bytes == cache_groups(model.config, torch.bfloat16)[0][0].page_bytes
+    model.kv_scales = [(1.0, 1.0)]
+    with pytest.raises(ValueError, match="kv_scales: expected 9 pairs, got 1"):
         model_cache(model, kv_cache_dtype="fp8_per_tensor")

@@ -1,9 +1,14 @@
-"""Launches of a layer in a decode step, counted with the kernels that a device runs."""
+"""Launches of a layer in a decode step, counted on a CPU with the kernels that a device runs."""
+
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from quire.kernels.attention import launch
+from quire.kernels.common import checks, launching
 from quire.kernels.common.arch import named
 from quire.kvcore.device import AttnMetadata
 from quire.models.config.named import get_config
@@ -13,7 +18,6 @@ from quire.models.engine.memory import model_cache
 from quire.models.families import gpt_oss
 from quire.models.layers import basic
 from quire.models.loading.random_weights import random_model
-from tests.support.models.launches import launches_of_layers, one_product
 
 # Two or three are attention and the write of its rows, four matrix products. With experts, routing
 # takes four more, its product in fp32 included (gpt-oss: two), and the experts four.
@@ -22,6 +26,43 @@ BARS = {
     "gemma4-moe-tiny": 22, "gpt-oss-tiny": 15,
 }  # fmt: skip
 V4_BARS = {SLIDING: 22, HCA: 25, CSA: 32}
+
+
+# What gives memory and launches nothing.
+FREE = {"empty", "empty_like", "empty_strided", "new_empty"}
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts launches by name: operations of torch that are no views, and kernels of Triton, which it does not run."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.counts = Counter()
+        monkeypatch.setattr(launching, "launch", self._launch)
+        monkeypatch.setattr(checks, "is_readable", lambda tensor: False)
+
+    def _launch(self, kernel, grid, **arguments):
+        if min(grid) > 0:
+            self.counts[kernel.__name__.strip("_")] += 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        shared = storages(args) >= storages(out) and not func._schema.is_mutable
+        if not shared and name not in FREE:
+            self.counts[name] += 1
+        return out
+
+
+def storages(values):
+    """Addresses of the memory of all tensors among values."""
+    tensors = [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+    return {x.untyped_storage().data_ptr() for x in tensors}
+
+
+def one_product(x, weight):
+    """``linear_fp32`` as a device runs it, with a result of its dtype: one launch."""
+    return torch.zeros(len(x), len(weight))
 
 
 def launches(name, context, monkeypatch):
@@ -42,12 +83,13 @@ def launches(name, context, monkeypatch):
     )  # fmt: skip
     ids, pool = torch.tensor([5, 6]), cache.allocate(20)
 
-    def step():
+    counter, found = LaunchCounter(monkeypatch), []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda *_: counter.counts.clear())
+        layer.register_forward_hook(lambda *_: found.append(counter.counts.copy()))
+    with counter:
         model(ids, seq_lens.long() - 1, attn, pool, impl="triton")
-
-    found = launches_of_layers(model, step, monkeypatch)
-    kinds = model.config.layer_types
-    return list(zip(kinds, found, strict=True))
+    return list(zip(model.config.layer_types, found, strict=True))
 
 
 @pytest.mark.parametrize("name", BARS)
