@@ -50,13 +50,10 @@ RELEASED = {
             "sliding_window": 1024,
         },
     },
-    "llama-3.1-8b": {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
-        "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009],
-        "rope_theta": 500000.0, "rope_scaling": LLAMA3, "tie_word_embeddings": False,
-    },
+    "llama-3.1-8b": changed(
+        to_hf(get_config("llama-3.1-8b")),
+        {"rope_parameters": ABSENT, "rope_theta": 500000.0, "rope_scaling": LLAMA3},
+    ),
     "gpt-oss-20b": {
         "model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32,
         "eos_token_id": 200002, "bos_token_id": 199998, "rope_theta": 150000,

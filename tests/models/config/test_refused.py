@@ -192,10 +192,7 @@ def directory(tmp_path):
     [
         (b"[" * 200_000, "expected JSON of less depth and size in .*, got RecursionError"),
         (b'{"a": 1, "b": 2, "a": 3}', "expected JSON in .*, got keys twice: 'a'"),
-        (b'{"a": "\xff"}', "expected JSON in .*, got 'utf-8' codec"),
         (b"7", "expected a JSON object in .*, got 7"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "expected JSON in "),
-        (b"", "expected JSON in "),
     ],
 )
 def test_files_that_are_no_json_objects(directory, data, reason):
