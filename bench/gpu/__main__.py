@@ -1,8 +1,6 @@
 """Everything that needs a GPU, in one unattended command: correctness, times, then tile shapes.
 
     python -m bench.gpu --out results                      all parts, 16 minutes at most
-    python -m bench.gpu --tar results.tar.gz               one file to carry, after each part
-    python -m bench.gpu --resume results.tar.gz            goes on where that one stopped
     python -m bench.gpu --parts attention,prefill-decode   only these
     python -m bench.gpu --dry-run --out results            the same parts, tiny, on a CPU
 
@@ -11,8 +9,8 @@ only, and of tests only one: the others go on in a new process. Each part writes
 it runs, and OUT/<part>.json when it ends; a dry run writes to OUT/dry-run. A second call skips what
 ended well. Exit status 1 if a part failed.
 
-The file of --tar holds the results and the kernels that Triton compiled, which the same Triton and
-Python find again. Needs a checkout, torch, triton, numpy and pytest; nothing has to be installed.
+OUT also holds the kernels that Triton compiled: a copy at the same path of another machine goes on
+there. Needs a checkout, torch, triton, numpy and pytest; nothing has to be installed.
 The part ``tune`` measures the tile shapes that matter most; ``python -m bench.tune`` measures all.
 """
 
@@ -30,9 +28,8 @@ from pathlib import Path
 
 import torch
 
-from quire.models.command import Parser, input_file, output_file, program
+from quire.models.command import Parser, program
 
-from .carry import unpack
 from .parts import plan
 from .runner import Runner
 
@@ -48,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parts = [part for part in parts if part.name in names]
     out = (args.out / "dry-run" if args.dry_run else args.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    if args.resume:
-        print(f"{unpack(args.resume, out)} compiled kernels came along")
-    runner = Runner(out, args.peers, args.dry_run, args.tar)
+    runner = Runner(out, args.peers, args.dry_run)
     # Ended from outside, parts must not stay behind on the GPU.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
@@ -72,8 +67,6 @@ def _parser() -> Parser:
     parser = Parser("bench.gpu", __doc__)
     add, folder = parser.add_argument, Path("bench/out/gpu")
     add("--out", type=Path, default=folder, metavar="DIR", help=f"results; default: {folder}")
-    add("--tar", type=output_file, metavar="FILE", help="results and kernels, after each part")
-    add("--resume", type=input_file, metavar="FILE", help="start from a file of --tar")
     add("--parts", metavar="A,B", help="only these parts")
     add("--peers", type=Path, metavar="DIR", help="unpacked wheels of implementations to compare")
     add("--dry-run", action="store_true", help="tiny shapes on a CPU")

@@ -15,7 +15,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from .carry import CACHE, pack
 from .parts import DRY_RUN_FACTOR, Part
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,11 +38,10 @@ class Runner:
 
     Args:
         peers: folder of peers that are not installed.
-        tar: file that `pack` writes after each part.
     """
 
-    def __init__(self, out: Path, peers: Path | None, dry_run: bool, tar: Path | None = None):
-        self.out, self.peers, self.dry_run, self.tar = out, peers, dry_run, tar
+    def __init__(self, out: Path, peers: Path | None, dry_run: bool):
+        self.out, self.peers, self.dry_run = out, peers, dry_run
         self.running: list[Running] = []
 
     def run(self, part: Part) -> None:
@@ -91,7 +89,7 @@ class Runner:
         # Processes that tests start elsewhere find this checkout as well.
         path = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([path] if path else [])])
-        environment.setdefault("TRITON_CACHE_DIR", str(self.out / CACHE))
+        environment.setdefault("TRITON_CACHE_DIR", str(self.out / "triton"))
         if self.dry_run:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         if part.tests:
@@ -162,9 +160,6 @@ class Runner:
         self._file(part, "done").unlink(missing_ok=True)
         self._file(part, "json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         print(summary(record), flush=True)
-        if self.tar is not None:
-            with contextlib.suppress(FileNotFoundError):  # while a background part compiles
-                pack(self.out, self.tar)
 
 
 def read_outcomes(path: Path) -> dict[str, str]:

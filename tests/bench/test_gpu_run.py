@@ -1,11 +1,8 @@
 """bench.gpu on a CPU: every part of its dry run; parts that crash, hang or are done already."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from importlib import import_module
 from pathlib import Path
@@ -15,10 +12,9 @@ import torch
 
 from quire.bench.common.floors import Rates
 from quire.bench.gpu import __main__ as gpu
-from quire.bench.gpu import carry, machine, sanitize
+from quire.bench.gpu import machine, sanitize
 from quire.bench.gpu.parts import Part, plan
 from quire.bench.gpu.runner import Runner
-from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OTHERS = ("environment", "warm-up", "sanitize", "tune")
@@ -226,40 +222,3 @@ def re_run(folder):
     rows = [json.loads(line) for line in (folder / "tests.jsonl").read_text().splitlines()]
     starts = [row["test"].split("/")[-1] for row in rows if row["outcome"] == "unfinished"]
     return {name for name in starts if starts.count(name) > 1}
-
-
-COMPILE = """
-import bench
-from triton import knobs
-from quire.bench.static.compiling import measure
-hits = []
-knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-measure("write-d128", "sm_90", 0)
-[hit] = hits
-print(int(hit))
-"""
-
-
-def compile_one(cache):
-    """Compiles a kernel for sm_90 with this cache; returns whether it was found there."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    return bool(int(printed(COMPILE, cwd=ROOT, env=environment)))
-
-
-@pytest.mark.slow
-def test_compiled_kernels_are_found_again_in_another_folder(tmp_path):
-    one, two, tar = tmp_path / "one", tmp_path / "two", tmp_path / "results.tar.gz"
-    one.mkdir(), two.mkdir()
-    assert not compile_one(one / carry.CACHE)
-    (one / "part.json").write_text("{}")
-    carry.pack(one, tar)
-    with tarfile.open(tar) as archive:
-        names = archive.getnames()
-    assert "part.json" in names
-    assert not [name for name in names if name.endswith((".ttir", ".ptx", ".llir"))]
-    shutil.rmtree(one)
-    assert carry.unpack(tar, two) == 1
-    assert compile_one(two / carry.CACHE)
-    with pytest.raises(ValueError, match="resume: expected a file of --tar"):
-        carry.unpack(Path(__file__), two)
