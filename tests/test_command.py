@@ -90,11 +90,13 @@ def test_ctrl_c_while_a_program_is_imported(name, tmp_path):
 
 @pytest.mark.parametrize("at", ["torch", "exit"])
 def test_ctrl_c_at_moments_of_a_run(at, tmp_path):
-    arguments = ["bench.prefill_decode", "--plot", str(tmp_path / "no.txt")]
-    status, err = interrupted(tmp_path, arguments, at)
+    """Of one that fails: options that do not go together."""
+    status, err = interrupted(tmp_path, ["bench.prefill_decode", "--draft-tokens", "1"], at)
     lines = err.splitlines()
     assert status == 130 and lines.pop() == b"interrupted"
-    assert not lines or (at == "exit" and len(lines) == 1 and lines[0].startswith(b"error: plot:"))
+    assert not lines or (
+        at == "exit" and len(lines) == 1 and lines[0].startswith(b"error: draft_tokens:")
+    )
 
 
 @pytest.mark.nightly

@@ -2,10 +2,8 @@
 
 import functools
 import json
-import lzma
 import os
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,8 +26,6 @@ from quire.models.layers import attention
 SMALL = ["--device", "cpu", "--limit", "2", "--scale", "0.1", "--num-pages", "2000"]
 TINY = [*SMALL, "--model", "gemma4-tiny"]
 ONE = [*TINY, "--limit", "1"]  # for what takes no more than one session of four turns
-CPU = torch.device("cpu")
-
 
 rates_of = functools.cache(floors.device_rates)
 
@@ -42,7 +38,7 @@ def rates_are_measured_once(monkeypatch):
 
 @pytest.fixture(scope="module")
 def built():
-    return build_model("gemma4-tiny", device=CPU)
+    return build_model("gemma4-tiny", device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +56,19 @@ def keys(value):
     return set(value).union(*(keys(value[k]) for k in fixed))
 
 
-def reported(folder, *arguments):
-    """The dictionary of --json; all keys are in the docstring of bench.prefill_decode.report."""
-    file = folder / "result.json"
-    assert prefill_decode.main([*arguments, "--json", str(file)]) == 0
-    result = json.loads(file.read_text())
-    table = report.__doc__.split("::\n\n")[1].split("\n\nA number")[0]
-    assert keys(result) <= set(re.findall(r"\w+", table))
-    return result
+@pytest.fixture
+def reported(tmp_path, capsys):
+    """(dictionary of --json, stdout) of a run; all keys are in the docstring of the report."""
+
+    def reported(*arguments):
+        file = tmp_path / "result.json"
+        assert prefill_decode.main([*arguments, "--json", str(file)]) == 0
+        result = json.loads(file.read_text())
+        table = report.__doc__.split("::\n\n")[1].split("\n\nA number")[0]
+        assert keys(result) <= set(re.findall(r"\w+", table))
+        return result, capsys.readouterr().out
+
+    return reported
 
 
 def test_a_run_that_is_ended_keeps_what_it_has_measured(tmp_path, monkeypatch):
@@ -87,9 +88,8 @@ def test_a_run_that_is_ended_keeps_what_it_has_measured(tmp_path, monkeypatch):
 
 
 def test_a_file_is_whole_at_any_moment(tmp_path, monkeypatch):
-    file = tmp_path / "result.json"
+    file, write_text = tmp_path / "result.json", Path.write_text
     write_json(file, {"rows": [1]})
-    write_text = Path.write_text
 
     def cut_short(path, text, **more):
         write_text(path, text[: len(text) // 2], **more)
@@ -100,8 +100,7 @@ def test_a_file_is_whole_at_any_moment(tmp_path, monkeypatch):
         with pytest.raises(SystemExit):
             write_json(file, {"rows": [1, 2]})
     assert json.loads(file.read_text()) == {"rows": [1]}
-    write_json(file, {"rows": [1, 2]})
-    assert json.loads(file.read_text()) == {"rows": [1, 2]}
+    # A pipe gets the final text alone.
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -111,46 +110,45 @@ def test_a_file_is_whole_at_any_moment(tmp_path, monkeypatch):
     os.close(reader)
 
 
-def test_json_and_text(tmp_path, capsys):
-    result, out = reported(tmp_path, *TINY), capsys.readouterr().out
-    for run in ("cached", "uncached"):
-        assert set(result[run]) == {
-            "seconds", "cpu_seconds", "steps", "preemptions", "output_tokens_per_s", "prefill",
-            "decode", "ttft_ms", "itl_ms", "hit", "pages", "allocator", "idle_us_per_step", "split",
-            "groups",
-        }  # fmt: skip
-        phases = result[run]["prefill"], result[run]["decode"]
-        assert sum(phase["steps"] for phase in phases) == result[run]["steps"]
-        assert sum(row["requests"] for row in result[run]["groups"]) == 8
-        assert result[run]["idle_us_per_step"] > 0
-        assert all(0 <= row["hit_rate"] < 1 for row in result[run]["groups"])
-        pages, allocator = result[run]["pages"], result[run]["allocator"]
+def test_json_and_text(reported):
+    result, out = reported(*TINY)
+    for run in (result["cached"], result["uncached"]):
+        phases, pages, rows = (run["prefill"], run["decode"]), run["pages"], run["groups"]
+        assert sum(phase["steps"] for phase in phases) == run["steps"]
+        assert sum(row["requests"] for row in rows) == 8 and run["idle_us_per_step"] > 0
+        assert all(0 <= row["hit_rate"] < 1 for row in rows)
         assert pages["cached"] <= pages["total"] == result["engine"]["num_pages"] - 1
-        in_steps = 1e-6 * allocator["us_per_step"] * result[run]["steps"]
-        assert 0 < in_steps < 0.5 * result[run]["seconds"]
-    hit = result["cached"]["hit"]
+        in_steps = 1e-6 * run["allocator"]["us_per_step"] * run["steps"]
+        assert 0 < in_steps < 0.5 * run["seconds"]
+    hit, compared, check = result["cached"]["hit"], result["comparison"], result["check"]
     assert 0 < hit["tokens"] < hit["prompt_tokens"] and sum(hit["limited_by"].values()) == 8
     assert result["uncached"]["hit"]["limited_by"] == {"caching-disabled": 8}
     computed = sum(result["cached"][phase]["tokens"] for phase in ("prefill", "decode"))
     answered = result["workload"]["output_tokens"] - 8  # the last token is never computed
     assert computed == hit["prompt_tokens"] - hit["tokens"] + answered
-    compared = result["comparison"]
     assert compared["identical_tokens"] == compared["output_tokens"] > 0
-    assert compared["identical_requests"] == result["check"]["requests"] == 8
-    assert result["check"]["exact_tokens"] == result["check"]["tokens"]
+    assert compared["identical_requests"] == check["requests"] == 8
+    assert check["exact_tokens"] == check["tokens"]
     for text in ("caching on against off", "prefix hit rate", "limited by", "are its argmax"):
         assert text in out
+
+
+def test_a_trace_of_requests(reported, tmp_path):
+    row = '{"timestamp": %d, "input_length": 700, "output_length": 40, "hash_ids": [0, %d]}\n'
+    (tmp_path / "trace.jsonl").write_text(row % (1, 1) + row % (2, 2))
+    result, _ = reported(*TINY, "--trace", str(tmp_path / "trace.jsonl"), "--no-baseline")
+    assert result["workload"]["requests"] == result["check"]["requests"] == 2
+    assert result["cached"]["hit"]["tokens"] > 0 and result["uncached"] is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"), [("deepseek-v4-small", "fp8"), ("gemma4-e-tiny", "fp8_per_tensor")]
 )
-def test_fp8_pages(name, dtype, tmp_path, capsys):
+def test_fp8_pages(name, dtype, reported):
     """Most tokens are those of a pass without a cache, and rounding explains the others."""
-    result = reported(tmp_path, *ONE, "--model", name, "--kv-cache-dtype", dtype)
-    assert f"KV cache {dtype}," in capsys.readouterr().out
-    assert result["engine"]["kv_cache_dtype"] == dtype
+    result, out = reported(*ONE, "--model", name, "--kv-cache-dtype", dtype)
+    assert f"KV cache {dtype}," in out and result["engine"]["kv_cache_dtype"] == dtype
     check = result["check"]
     assert check["requests"] == 4 and 0.7 * check["tokens"] < check["exact_tokens"]
     # What rounding rows to e4m3 does to logits, beside which fp32 counts for nothing.
@@ -177,52 +175,25 @@ def test_split_of_steps(run, capsys):
     assert [line.split()[0] for line in lines[-1 - len(PARTS) : -1]] == list(PARTS)
 
 
-def examples():
-    lines = [line.strip() for line in prefill_decode.__doc__.splitlines()]
-    return [line for line in lines if line.startswith("python -m bench.prefill_decode")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("line", examples())
-def test_examples_of_the_usage_text(line, tmp_path, monkeypatch):
-    """Each example runs as written, on a tiny model and with less to do."""
-    monkeypatch.chdir(tmp_path)
-    requests = [
-        {"timestamp": t, "input_length": 700, "output_length": 40, "hash_ids": [0, t]}
-        for t in (1, 2)
-    ]
-    data = "\n".join(map(json.dumps, requests)).encode()
-    Path("conversation.jsonl.xz").write_bytes(lzma.compress(data))
-    arguments = line.split()[3:]
-    if "--plot" in arguments:
-        pytest.importorskip("matplotlib", reason="matplotlib draws the picture")
-    # Drafts are of this model's own kind; all others may run a smaller one.
-    model = ["--model", "deepseek-v4-tiny"] if "--speculate" in arguments else []
-    tiny = TINY if "--trace" in arguments else ONE
-    assert prefill_decode.main([*arguments, *tiny, *model]) == 0
-    for option in ("--json", "--plot"):
-        if option in arguments:
-            assert Path(arguments[arguments.index(option) + 1]).stat().st_size > 1000
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "capacity"), [("gemma3-tiny", 2), ("gemma4-tiny", 1)])
-def test_two_ranks(name, capacity, tmp_path, capsys):
+def test_two_ranks(name, capacity, reported):
     """Each rank has one of two KV heads; that of gemma4-tiny's full layers is on both."""
-    ranks = ["--model", name, "--tensor-parallel-size", "2"]
-    found = reported(tmp_path, *ONE, "--no-baseline", *ranks)["ranks"]
+    arguments = [*ONE, "--no-baseline", "--model", name, "--tensor-parallel-size", "2"]
+    result, out = reported(*arguments)
+    found = result["ranks"]
     assert found["size"] == 2 and found["capacity"] == pytest.approx(capacity, rel=0.1)
-    assert f"holds {capacity:.2f} x the context" in capsys.readouterr().out
+    assert f"holds {capacity:.2f} x the context" in out
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_refuses_when_the_cache_holds_wrong_values(kv_cache_dtype, monkeypatch, capsys, tmp_path):
+    write_kv, file = attention.write_kv, tmp_path / "result.json"
+
     def broken(k, v, *arguments, **options):
         return write_kv(k, v.roll(1, -1), *arguments, **options)
 
-    write_kv = attention.write_kv
     monkeypatch.setattr(attention, "write_kv", broken)
-    file = tmp_path / "result.json"
     arguments = ["--kv-cache-dtype", kv_cache_dtype, "--json", str(file)]
     assert prefill_decode.main([*ONE, *arguments]) == 1
     captured = capsys.readouterr()
@@ -233,8 +204,7 @@ def test_refuses_when_the_cache_holds_wrong_values(kv_cache_dtype, monkeypatch, 
 def test_one_wrong_token_is_named(built, run, monkeypatch):
     assert check_outputs(built.model, run.outputs).problems == ()
     right = run.outputs[1, 2]
-    position = len(right.token_ids) // 2
-    wrong = list(right.token_ids)
+    position, wrong = len(right.token_ids) // 2, list(right.token_ids)
     wrong[position] = 3 + (wrong[position] + 1) % 256
     outputs = run.outputs | {(1, 2): replace(right, token_ids=tuple(wrong))}
     [problem] = check_outputs(built.model, outputs).problems
@@ -256,11 +226,9 @@ def test_one_wrong_token_is_named(built, run, monkeypatch):
         ("--host-cache 1 --speculate ngram", "host_cache: expected no --speculate"),
         ("--tensor-parallel-size 2 --speculate ngram", "tensor_parallel_size: expected no"),
         ("--speculate mtp", "model: expected one with MTP layers"),
-        ("--plot x.png", "pip install 'quire-attention[plot]'"),
     ],
 )
-def test_errors_name_the_argument(arguments, message, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+def test_errors_name_the_argument(arguments, message, capsys):
     assert prefill_decode.main([*TINY, *arguments.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and message in captured.err
@@ -276,28 +244,26 @@ def test_sample_is_fixed_and_has_the_longest_hit(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mtp", "ngram"])
-def test_deepseek_v4_with_drafts(kind, tmp_path, capsys):
+def test_deepseek_v4_with_drafts(kind, reported):
     """Caches of every kind, caching on and off, drafts and none: the same output, and right."""
     drafts = ["--model", "deepseek-v4-tiny", "--speculate", kind, "--draft-tokens", "2"]
-    result = reported(tmp_path, *ONE, *drafts)
-    assert f"drafts ({kind}, 2 a step)" in capsys.readouterr().out
-    drafted = result["speculation"]
+    result, out = reported(*ONE, *drafts)
+    assert f"drafts ({kind}, 2 a step)" in out
+    drafted, check = result["speculation"], result["check"]
     assert (drafted["kind"], drafted["draft_tokens"]) == (kind, 2)
     assert 0 <= drafted["accepted"] <= drafted["drafts"] and drafted["tokens_per_step"] >= 1
     assert drafted["identical_tokens"] == drafted["output_tokens"] > 0
-    assert result["check"]["exact_tokens"] == result["check"]["tokens"] > 0
-    assert result["cached"]["hit"]["tokens"] > 0
+    assert check["exact_tokens"] == check["tokens"] > 0 < result["cached"]["hit"]["tokens"]
 
 
-def test_tiers_against_none(tmp_path, capsys):
+def test_tiers_against_none(reported):
     """In a pool that is too small: more hits, the same output."""
     pool = ["--limit", "4", "--num-pages", "60", "--scale", "0.2", "--host-cache", "0.01"]
-    result = reported(tmp_path, *TINY, *pool, "--no-baseline", "--check", "1")
-    tiers, compared = result["tiers"], result["tiers"]["comparison"]
-    assert compared["identical_requests"] == result["workload"]["requests"]
+    result, out = reported(*TINY, *pool, "--no-baseline", "--check", "1")
+    tiers, moved = result["tiers"], result["tiers"]["moved"]
+    assert tiers["comparison"]["identical_requests"] == result["workload"]["requests"]
     assert tiers["without"]["hit"]["rate"] < result["cached"]["hit"]["rate"]
-    text = capsys.readouterr().out
-    assert "with host memory against without: hit rate" in text
     assert tiers["counters"]["stored_pages"] and tiers["counters"]["loaded_pages"]
-    assert tiers["moved"]["to_host"] and tiers["moved"]["to_device"]
-    assert f"host: {tiers['moved']['to_host'] / 2**20:.1f} MiB moved there" in text
+    assert moved["to_host"] and moved["to_device"]
+    assert "with host memory against without: hit rate" in out
+    assert f"host: {moved['to_host'] / 2**20:.1f} MiB moved there" in out

@@ -77,7 +77,7 @@ def test_rows_are_written_before_a_later_error(tmp_path, capsys):
         "--workload round-robin:gap=nan", "--workload round-robin:gap",
         "--workload pr40676:rate=0", "--workload round-robin:sessions=2000000000",
         "--workload pr43447:tokens=2000000000", "--workload mooncake:",
-        "--workload mooncake:/nowhere", "--workload weka:/", "--pool 25% 25", "--pool nan%",
+        "--workload mooncake:/nowhere", "--pool 25% 25", "--pool nan%",
         "--eviction lru nope", "--eviction quire.kvcore:Ranked", "--eviction nope:X",
         "--eviction math:pi", "--retention auto 33", "--retention 0", "--limit -3", "--chunk 0",
         "--max-requests 0",

@@ -56,19 +56,13 @@ def test_rows_say_what_was_compiled():
     assert measured["amd"]["bytes_in_flight_per_sm"] == 0  # no tiles of keys
 
 
-AMD = """
-    .agpr_count:     8
-    .private_segment_fixed_size: {scratch}
-    .vgpr_count:     40
-    .vgpr_spill_count: {spilled}
-"""
-
-
 @pytest.mark.parametrize(
     ("scratch", "spilled", "spill_bytes"), [(0, 0, 0), (0, 3, 12), (64, 3, 64)]
 )
 def test_what_amd_metadata_says(scratch, spilled, spill_bytes):
-    text = AMD.format(scratch=scratch, spilled=spilled)
+    values = {"agpr_count": 8, "private_segment_fixed_size": scratch}
+    values |= {"vgpr_count": 40, "vgpr_spill_count": spilled}
+    text = "".join(f"    .{name}: {value}\n" for name, value in values.items())
     assert compiling.amd_usage(text) == (40, spill_bytes)
     with pytest.raises(ValueError, match="vgpr_count"):
         compiling.amd_usage(text.replace(".vgpr_count", ".count"))
@@ -97,27 +91,27 @@ def test_two_launches_of_a_kernel_are_compared_in_their_order():
 
 def test_a_broken_rule_is_the_exit_status(monkeypatch, tmp_path, capsys):
     """Differences from the baseline are shown and are no failure."""
-    results = [ROW | {"registers": 100}]
-
+    results, path = [ROW | {"registers": 100}], tmp_path / "baseline.json"
     pool = SimpleNamespace(map=lambda *_: results)
     monkeypatch.setattr(static, "Workers", lambda *_: nullcontext(pool))
     monkeypatch.setattr(static, "distinct", lambda *_, **__: [("c", "sm_90", 0)] * len(results))
-    path = tmp_path / "baseline.json"
-    arguments = ["--baseline", str(path)]
+
+    def run(*arguments):
+        return static.main(["--baseline", str(path), *arguments]), capsys.readouterr().out
+
     path.write_text(json.dumps([ROW]))
-    assert static.main(arguments) == 0
-    assert "c decode_kernel sm_90: registers 200 -> 100" in capsys.readouterr().out
-    assert static.main([*arguments, "--json", str(path)]) == 0
+    status, out = run("--json", str(path))
+    assert status == 0 and "c decode_kernel sm_90: registers 200 -> 100" in out
     assert json.loads(path.read_text()) == results
-    capsys.readouterr()
-    assert static.main(arguments) == 0
-    assert "differs" not in capsys.readouterr().out
-    results.append("d sm_90: does not compile: E: why")
-    assert static.main(arguments) == 1
-    assert "FAIL d sm_90: does not compile: E: why" in capsys.readouterr().out
-    results[1] = ROW | {"spill_bytes": 4}
-    assert static.main(arguments) == 1
-    assert "FAIL c decode_kernel sm_90: spills 4 bytes" in capsys.readouterr().out
+    status, out = run()
+    assert status == 0 and "differs" not in out
+    for broken, message in (
+        ("d sm_90: does not compile: E: why", "d sm_90: does not compile: E: why"),
+        (ROW | {"spill_bytes": 4}, "c decode_kernel sm_90: spills 4 bytes"),
+    ):
+        results[1:] = [broken]
+        status, out = run()
+        assert status == 1 and f"FAIL {message}" in out
 
 
 @pytest.mark.parametrize(

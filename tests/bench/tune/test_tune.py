@@ -51,8 +51,7 @@ def test_candidates_start_with_the_table_and_fit(arch):
             is_tuple = isinstance(value, tuple)
             block_n, stages = value[:2] if is_tuple else (value.block_n, value.num_stages)
             assert block_n * row_bytes * (stages - 1) <= arch.shared_memory
-    first_of_the_headline = TileEntry(entries.DECODE, "", 512)
-    assert next(iter(work)) == first_of_the_headline
+    assert next(iter(work)) == TileEntry(entries.DECODE, "", 512)  # first of the headline
 
 
 LAUNCHED = """
@@ -123,15 +122,12 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     assert len(made) == 2 and row["wrong"] and not row["ms"] and row["ratio"] is None
 
 
-def test_no_case_is_timed_after_the_time_but_the_first(monkeypatch):
+def test_no_entry_and_no_further_case_begins_after_the_time(monkeypatch, capsys):
     monkeypatch.setattr(timing, "time_calls", lambda *a, **k: SAME)
     cases = [case("decode"), case("decode", 30)]
     for deadline, count in ((perf_counter(), 1), (perf_counter() + 1000, 2)):
         (row,) = measured(DECODE, [DECODE.current], cases, deadline)
         assert len(row["ms"]) == count and row["ratio"] == 1
-
-
-def test_no_entry_is_begun_after_its_time_and_bad_arguments_are_named(capsys):
     assert tune.main(["--dry-run", "--only", "DECODE", "--seconds", "0"]) == 0
     assert "out of time: attention.DECODE[32]" in capsys.readouterr().out
     assert tune.main(["--dry-run", "--only", "decode 7"]) == 2
