@@ -169,11 +169,10 @@ def test_a_mutated_file(name, count, directory, llm):
     data = file.read_bytes()
     try:
         for i in range(count):
-            if ".json" in name and i % 2:
-                changed = with_another_value(data, rng)
-            else:
-                changed = with_other_bytes(data, rng, most)
-            file.write_bytes(changed)
+            by_value = ".json" in name and i % 2
+            file.write_bytes(
+                with_another_value(data, rng) if by_value else with_other_bytes(data, rng, most)
+            )
             try:
                 with bounded():
                     read(directory, llm)

@@ -87,12 +87,6 @@ def test_rows_that_deepseek_v4_reads(kv_cache_dtype, latent, key):
     assert flops[1] - flops[0] == rows * 4 * 4 * 32 + scored * 2 * 16 * 16
 
 
-def test_the_copied_buffer_has_a_largest_size(monkeypatch):
-    monkeypatch.setattr(floors, "MAX_COPY_BYTES", 1000)
-    monkeypatch.setattr(floors, "RATE_SECONDS", 0.0)
-    assert floors.device_rates(CPU, torch.float32, copy_bytes=5000).copy_bytes == 1000
-
-
 def test_floors_of_deepseek_v4():
     """One sequence of one token: its share of experts, a row a layer; operations twice the matrices
     and what it attends to.

@@ -138,7 +138,7 @@ def test_a_trace_of_requests(reported, tmp_path):
     (tmp_path / "trace.jsonl").write_text(row % (1, 1) + row % (2, 2))
     result, _ = reported(*TINY, "--trace", str(tmp_path / "trace.jsonl"), "--no-baseline")
     assert result["workload"]["requests"] == result["check"]["requests"] == 2
-    assert result["cached"]["hit"]["tokens"] > 0 and result["uncached"] is None
+    assert result["workload"]["prompt_tokens"] == 2 * 70 and result["uncached"] is None
 
 
 @pytest.mark.slow

@@ -165,18 +165,13 @@ def llm():
 def test_streams_may_be_read_in_turns_and_left(llm):
     params = SamplingParams(12, ignore_eos=True)
     expected = [llm.generate(p, params, progress=False)[0].token_ids for p in ("first", "second")]
-    one, two, left = (
-        llm.stream("first", params),
-        llm.stream("second", params),
-        llm.stream("x", params),
-    )
+    one, two, left = (llm.stream(prompt, params) for prompt in ("first", "second", "x"))
     next(left)
     left.close()
-    got = [[*next(one).token_ids], [*next(two).token_ids]]
+    got = [next(one).token_ids, next(two).token_ids]
     for first, second in zip(one, two, strict=True):
-        got[0] += first.token_ids
-        got[1] += second.token_ids
-    assert [tuple(tokens) for tokens in got] == expected
+        got = [got[0] + first.token_ids, got[1] + second.token_ids]
+    assert got == expected
     # One that ends while the other is read.
     one, two = llm.stream("first", params), llm.stream("second", params)
     begun = next(two).token_ids
@@ -184,6 +179,10 @@ def test_streams_may_be_read_in_turns_and_left(llm):
     assert sum((delta.token_ids for delta in two), begun) == expected[1]
     assert not llm._streams
     assert not llm.engine.has_work and llm.engine.kv.stats()["pages_in_use"] == 0
+    # Whoever reads one that was added at the engine, it is not `generate`.
+    other = llm.engine.add_request([5, 6], SamplingParams(2, ignore_eos=True), stream=True)
+    [output] = llm.generate([[7, 8]], replace(params, max_tokens=4), progress=False)
+    assert len(output.token_ids) == 4 and other not in llm.engine.unfinished
 
 
 def test_bad_streams_are_refused_at_once(llm):
@@ -191,9 +190,8 @@ def test_bad_streams_are_refused_at_once(llm):
         llm.stream([999])
     without = LLM(llm.model, engine=SETTINGS)
     without.tokenizer = without.engine.tokenizer = None
-    with pytest.raises(
-        ValueError, match="stop: expected no strings, as this engine has no tokenizer"
-    ):
+    message = "stop: expected no strings, as this engine has no tokenizer"
+    with pytest.raises(ValueError, match=message):
         without.generate([[5]], SamplingParams(stop="x"), progress=False)
     assert not without.engine.has_work
     assert [d.text for d in without.stream([5], SamplingParams(2))] == ["", ""]
@@ -245,7 +243,7 @@ def test_drafters_do_not_show_and_statistics_go_to_stderr(run):
             "99 pages",
             "tokens    8 generated",
             "model and sampling",
-            "drafts    ",
+            "drafts   ",
         ):
             assert word in err
     assert "drafts    0 of 0" not in err  # of mtp
@@ -285,11 +283,12 @@ def test_a_question_that_is_too_long_is_refused_and_the_chat_goes_on(run, monkey
 
 
 def test_the_chat_command_has_the_options_of_a_chat(run, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
-    expected = run(*BASE, "--chat")
-    monkeypatch.setattr(sys, "argv", ["quire chat"])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
-    assert run(*BASE) == expected
+    outputs = []
+    for name, arguments in (("quire generate", ["--chat"]), ("quire chat", [])):
+        monkeypatch.setattr(sys, "argv", [name])
+        monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+        outputs.append(run(*BASE, *arguments))
+    assert outputs[0] == outputs[1]
     shown = generate._parser().format_help()
     assert "--system" in shown and "quire generate" not in shown
     for option in ("--prompt", "--file", "--chat", "--n ", "--max-num-seqs"):
@@ -300,54 +299,52 @@ def test_the_chat_command_has_the_options_of_a_chat(run, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "gemma-9"], "model: there is no"),
-        (["--top-p", "0"], "top_p: expected a finite number > 0, got 0"),
-        (["--num-pages", "3"], "num_pages: expected at least 5"),
-        (["--max-model-len", "8"], "prompt_token_ids: expected 1..7 ids (max_model_len - 1)"),
-        (["--threads", "0"], "threads: expected an int in 1.."),
-        (["--memory-fraction", "2"], "memory_fraction: expected a number above 0 and at most 1, got 2"),
-        (["--max-num-seqs", "0"], "max_num_seqs: expected an int >= 1, got 0"),
-        (["--max-model-len", "0"], "max_model_len: expected an int >= 1, got 0"),
-        (["--device", "nowhere"], "device: expected one of this machine's, got 'nowhere': "),
-        (["--device", "cuda:99"], "device: expected one of this machine's, got 'cuda:99': "),
-        (["--speculate", "-1"], "speculate: expected an int in 0..128, got -1"),
-        (["--drafter", "ngram"], "drafter: expected --speculate K with it, got none"),
-        (["--system", "s"], "system: expected --chat with it, got none"),
-        (["--chat", "--n", "2"], "n: expected 1 in a chat, got 2"),
-        (["--file", "nowhere.txt"], "file: cannot read 'nowhere.txt': No such file"),
-        (["--prompt", "\udcff"], "prompt: expected UTF-8 text"),
-        (["--prompt", ""], "prompt: expected a prompt"),
+        ("--model gemma-9", "model: there is no"),
+        ("--top-p 0", "top_p: expected a finite number > 0, got 0"),
+        ("--num-pages 3", "num_pages: expected at least 5"),
+        ("--max-model-len 8", "prompt_token_ids: expected 1..7 ids (max_model_len - 1)"),
+        ("--threads 0", "threads: expected an int in 1.."),
+        ("--memory-fraction 2", "memory_fraction: expected a number above 0 and at most 1, got 2"),
+        ("--max-num-seqs 0", "max_num_seqs: expected an int >= 1, got 0"),
+        ("--device nowhere", "device: expected one of this machine's, got 'nowhere': "),
+        ("--device cuda:99", "device: expected one of this machine's, got 'cuda:99': "),
+        ("--speculate -1", "speculate: expected an int in 0..128, got -1"),
+        ("--drafter ngram", "drafter: expected --speculate K with it, got none"),
+        ("--system s", "system: expected --chat with it, got none"),
+        ("--chat --n 2", "n: expected 1 in a chat, got 2"),
+        ("--file nowhere.txt", "file: cannot read 'nowhere.txt': No such file"),
+        ("--prompt \udcff", "prompt: expected UTF-8 text"),
+        ("--prompt=", "prompt: expected a prompt"),
     ],
-)  # fmt: skip
+)
 def test_errors_name_the_argument(arguments, message, run):
-    has_prompt = {"--file", "--chat"} & {*arguments}
+    has_prompt = {"--file", "--chat"} & {*arguments.split()}
     base = ["--model", "gemma3-tiny", *([] if has_prompt else ["--prompt", "a long prompt"])]
-    status, _, err = run(*base, *arguments)
+    status, _, err = run(*base, *arguments.split())
     assert status == 2 and f"error: {message}" in err
 
 
 @pytest.mark.parametrize(
-    ("stdin", "arguments", "message"),
+    ("stdin", "options", "message"),
     [
-        (None, [], "stdin: expected a prompt, got a closed stream"),
-        (None, ["--chat"], "stdin: expected a prompt, got a closed stream"),
-        ("\udcff\n", [], "stdin: expected UTF-8 text"),  # bytes that are no text, as Python hands them over
-        ("\udcff\n", ["--chat"], "stdin: expected UTF-8 text"),
-        ("", [], "stdin: expected a prompt, got an empty text"),
-        (b"\xff\n", [], "file: expected UTF-8"),
-        (b"\n", [], "file: expected a prompt"),
+        (None, ([], ["--chat"]), "stdin: expected a prompt, got a closed stream"),
+        # Bytes that are no text, as Python hands them over.
+        ("\udcff\n", ([], ["--chat"]), "stdin: expected UTF-8 text"),
+        ("", ([],), "stdin: expected a prompt, got an empty text"),
+        (b"\xff\n", ([],), "file: expected UTF-8"),
+        (b"\n", ([],), "file: expected a prompt"),
     ],
-)  # fmt: skip
-def test_what_is_no_prompt(stdin, arguments, message, run, monkeypatch, tmp_path):
+)
+def test_what_is_no_prompt(stdin, options, message, run, monkeypatch, tmp_path):
     """On stdin, or bytes in a file."""
-    if isinstance(stdin, bytes):
-        (tmp_path / "prompt").write_bytes(stdin)
-        arguments = ["--file", str(tmp_path / "prompt")]
-    else:
-        monkeypatch.setattr(sys, "stdin", None if stdin is None else io.StringIO(stdin))
-    status, _, err = run(*BASE, *arguments)
-    assert status == 2 and f"error: {message}" in err
-    assert run(*BASE, "--prompt", "a")[0] == 0
+    for arguments in options:
+        if isinstance(stdin, bytes):
+            (tmp_path / "prompt").write_bytes(stdin)
+            arguments = ["--file", str(tmp_path / "prompt")]
+        else:
+            monkeypatch.setattr(sys, "stdin", None if stdin is None else io.StringIO(stdin))
+        status, _, err = run(*BASE, *arguments)
+        assert status == 2 and f"error: {message}" in err
 
 
 def test_random_weights_larger_than_the_memory_are_refused_before_they_fill_it(monkeypatch, run):
@@ -370,27 +367,22 @@ def test_a_checkpoint_says_how_it_is_sampled(tmp_path, run):
     save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path)
     full = {"temperature": 2.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
     greedy = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.5}
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"do_sample": True, "top_p": 5}))
+    with pytest.raises(ValueError, match="top_p: expected a number above 0 and at most 1, got 5"):
+        LLM(tmp_path, engine=SETTINGS)
     for content, params in (
         ({}, {}),
         (greedy, {"repetition_penalty": 1.5}),
         ({"do_sample": True, "top_k": None}, {"temperature": 1.0}),
         ({"do_sample": True, "top_k": -1}, {"temperature": 1.0}),
-        ({"do_sample": True, "top_p": 5}, None),
         ({"do_sample": True, "eos_token_id": 1, **full}, full),
     ):
-        (tmp_path / "generation_config.json").write_text(json.dumps(content))
-        if params is None:
-            with pytest.raises(
-                ValueError, match="top_p: expected a number above 0 and at most 1, got 5"
-            ):
-                LLM(tmp_path, engine=SETTINGS)
-        else:
-            llm = LLM(tmp_path, engine=SETTINGS)
-            assert llm.default_params == SamplingParams(**params)
-    params = [
-        SamplingParams(5, **full, seed=7, ignore_eos=True),
-        SamplingParams(5, ignore_eos=True),
-    ]
+        file.write_text(json.dumps(content))
+        llm = LLM(tmp_path, engine=SETTINGS)
+        assert llm.default_params == SamplingParams(**params)
+    ignoring = {"max_tokens": 5, "ignore_eos": True}
+    params = [SamplingParams(**full, seed=7, **ignoring), SamplingParams(**ignoring)]
     sampled, greedy = (o.text for o in llm.generate(["a", "a"], params, progress=False))
     command = [*BASE, "--model", str(tmp_path), "--prompt", "a", "--stats"]
     _, out, err = run(*command, "--seed", "7")
@@ -444,20 +436,11 @@ def test_a_chat_at_a_terminal():
     """Ctrl-C ends an answer, the arrow keys bring a question back, and Ctrl-D ends the chat."""
     pytest.importorskip("readline", reason="edits lines")
     ours, theirs = pty.openpty()
-    command = [
-        sys.executable,
-        "-m",
-        "models.generate",
-        "--model",
-        "gemma3-tiny",
-        "--chat",
-        "--threads",
-        "1",
-    ]
+    options = ["--chat", "--threads", "1", "--max-tokens", "4000", "--ignore-eos"]
+    command = [sys.executable, "-m", "models.generate", "--model", "gemma3-tiny", *options]
     process = subprocess.Popen(
-        [*command, "--max-tokens", "4000", "--ignore-eos", "--num-pages", "999"],
-        cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        env=os.environ | {"TERM": "dumb"},
+        [*command, "--num-pages", "999"], cwd=ROOT, start_new_session=True,
+        stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "dumb"},
         preexec_fn=lambda: (
             fcntl.ioctl(0, termios.TIOCSCTTY, 0), signal.signal(signal.SIGINT, signal.SIG_DFL)
         ),

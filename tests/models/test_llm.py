@@ -34,9 +34,8 @@ def test_chat_takes_variables_and_tools(tmp_path):
     template = "{{ enable_thinking }}{{ tools[0].name }}{{ messages[0].content }}"
     (tmp_path / "chat_template.jinja").write_text(template)
     llm = LLM(tmp_path, engine=SETTINGS)
-    messages = [{"role": "user", "content": "x"}]
     settings = {"tools": [{"name": "f"}], "enable_thinking": True}
-    outputs = llm.chat(messages, replace(FOUR, n=2), **settings)
+    outputs = llm.chat([{"role": "user", "content": "x"}], replace(FOUR, n=2), **settings)
     assert [len(output.token_ids) for output in outputs] == [4, 4]
     assert outputs[0].prompt_token_ids == tuple(ByteTokenizer().encode("Truefx", special=False))
 
@@ -64,22 +63,10 @@ def test_tokenizer_json(tmp_path):
         LLM(tmp_path, engine=SETTINGS)
 
 
-def test_streams_of_others_are_left_alone():
+def test_prompts_that_are_refused_queue_nothing(monkeypatch):
     llm = LLM("gemma3-tiny", engine=SETTINGS)
-    other = llm.engine.add_request([5, 6], SamplingParams(2, ignore_eos=True), stream=True)
-    [output] = llm.generate([[7, 8]], SamplingParams(4, ignore_eos=True), progress=False)
-    assert len(output.token_ids) == 4 and other not in llm.engine.unfinished
-
-
-def test_a_bad_prompt_queues_nothing():
-    llm = LLM("gemma3-tiny", engine=SETTINGS)
-    with pytest.raises(ValueError, match="prompt_token_ids: expected ints"):
-        llm.generate([[5], [999]], FOUR, progress=False)
-    assert not llm.engine.has_work
-    llm.tokenizer = None
-    with pytest.raises(ValueError, match="prompts: expected token ids, got text"):
-        llm.generate("text", FOUR)
     for prompts, params, message in (
+        ([[5], [999]], FOUR, "prompt_token_ids: expected ints"),
         ([[5], [6]], [FOUR], "params: expected one for each of 2 prompts, got 1"),
         ([[5], [6]], 7, "params: expected one for each of 2 prompts, got 7"),
         ([[5], [6]], [FOUR, None], "params: expected SamplingParams, got None"),
@@ -88,11 +75,6 @@ def test_a_bad_prompt_queues_nothing():
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             llm.generate(prompts, params, progress=False)
-    assert not llm.engine.has_work
-
-
-def test_texts_that_a_tokenizer_does_not_take(monkeypatch):
-    llm = LLM("gemma3-tiny", engine=SETTINGS)
 
     def panic(*args, **more):
         raise BaseException("of Rust")
@@ -102,23 +84,21 @@ def test_texts_that_a_tokenizer_does_not_take(monkeypatch):
             with pytest.raises(ValueError, match=f"^prompts: expected text .*: {reason}"):
                 call(text)
         monkeypatch.setattr(llm.tokenizer, "encode", panic)
+    llm.tokenizer = None
+    with pytest.raises(ValueError, match="prompts: expected token ids, got text"):
+        llm.generate("text", FOUR)
+    assert not llm.engine.has_work
 
 
-def test_dtypes_by_name():
+def test_models_and_dtypes_by_name():
     for dtype in ("float16", "torch.float16", torch.float16):
         assert LLM("gemma3-tiny", engine=SETTINGS, dtype=dtype).model.dtype == torch.float16
+    supported = r"dtype: supported are \['bfloat16', 'float16', 'float32'\], got"
     for dtype in ("half", torch.int8, torch.float64):
-        with pytest.raises(
-            NotImplementedError,
-            match=r"dtype: supported are \['bfloat16', 'float16', 'float32'\], got",
-        ):
+        with pytest.raises(NotImplementedError, match=supported):
             LLM("gemma3-tiny", engine=SETTINGS, dtype=dtype)
-
-
-def test_what_is_not_a_model():
-    with pytest.raises(
-        ValueError, match=r"(?s)model: there is no 'gemma-9'.*deepseek-v4-flash, .*llama-tiny"
-    ):
+    names = r"(?s)model: there is no 'gemma-9'.*deepseek-v4-flash, .*llama-tiny"
+    with pytest.raises(ValueError, match=names):
         LLM("gemma-9")
     with pytest.raises(ValueError, match="device, dtype: expected None with a built model"):
         LLM(random_model(get_config("gemma3-tiny")), device="cpu")

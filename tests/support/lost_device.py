@@ -54,10 +54,7 @@ class LostDevice:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node):
-        """Of pytest-xdist. A worker may end before it is known to have ended, and what is sent to
-        it meanwhile would raise and end all workers; what it was to run goes to another one as soon
-        as its end is known.
-        """
+        """Of pytest-xdist: what is sent to a worker that has just ended must not end all others."""
         send = node.sendcommand
 
         def sendcommand(name, **arguments):

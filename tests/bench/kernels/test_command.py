@@ -20,12 +20,6 @@ CASE = Case(TINY_SHAPES["tiny/global"], "decode", 2, 37)
 LATENT = Case(TINY_SHAPES["tiny/csa"], "decode", 2, 40)
 
 
-@pytest.fixture
-def rates(monkeypatch):
-    """No measured ones: a product in bf16 takes seconds on a CPU."""
-    monkeypatch.setattr(kernels, "device_rates", lambda *a: Rates(1e9, 1, 1e12, 1))
-
-
 def row_of(prepare, ours=False, case=CASE):
     peer = Peer("test", "1", "", prepare, ALL_OPS, ours=ours)
     [row] = kernels.run_case(case, [peer], CPU, RATES, 0.0)
@@ -65,63 +59,57 @@ def test_failures_of_others_are_reasons_and_ours_are_wrong():
     assert row_of(broken, ours=True)["wrong"] == "RuntimeError: it broke"
 
 
-def test_peers_for_nvidia_say_so_under_rocm(tmp_path, monkeypatch):
-    """Whatever is in the folder: nothing of it is loaded."""
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    for name in ("_flashmla_C.abi3.so", "_vllm_fa3_C.abi3.so", "flashinfer/__init__.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    missing = find_peers(tmp_path)[1]
-    for name in ("flashmla", "fa3", "flashinfer", "flashinfer-mla"):
-        assert missing[name] == "expected NVIDIA GPUs, got a torch for ROCm 7.0"
+@pytest.fixture
+def result_of(tmp_path, monkeypatch):
+    """(status, dictionary of --json) of the command on a CPU."""
+    # No measured ones: a product in bf16 takes seconds on a CPU.
+    monkeypatch.setattr(kernels, "device_rates", lambda *a: Rates(1e9, 1, 1e12, 1))
+
+    def result_of(*arguments):
+        file = tmp_path / "kernels.json"
+        options = ["--per-call", "0", "--device", "cpu", "--json", str(file)]
+        assert kernels.main([*arguments, *options]) == 0
+        return json.loads(file.read_text())
+
+    return result_of
 
 
-def test_the_command_writes_json_and_says_what_it_did_not_run(tmp_path, capsys, rates):
-    path = tmp_path / "kernels.json"
-    command = ["--set", "tiny", "--impl", "quire", "--per-call", "0", "--device", "cpu"]
-    assert kernels.main([*command, "--seconds", "0", "--json", str(path)]) == 0
-    result, count = json.loads(path.read_text()), len(kernels.SETS["tiny"]())
+def test_the_command_says_what_it_did_not_run(result_of, capsys):
+    result, count = result_of("--set", "tiny", "--seconds", "0"), len(kernels.SETS["tiny"]())
     assert result["rows"] == [] and len(result["not_run"]) == count
-    assert f"out of time or memory: {count} cases not run" in capsys.readouterr().out
-    assert kernels.main([*command, "--only", "global mixed", "--json", str(path)]) == 0
-    [row] = json.loads(path.read_text())["rows"]
-    assert row["impl"] == "quire" and row["ms"] > 0
-    assert "missing   flashmla" in capsys.readouterr().out
-    assert kernels.main(["--only", "no such case"]) == 2
-    assert "only: expected part of the name" in capsys.readouterr().err
-    assert kernels.main(["--set", "tiny", "--impl", "quire,none"]) == 2
-    assert "impl: expected some of" in capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert f"out of time or memory: {count} cases not run" in out and "missing   flashmla" in out
+    for arguments, message in (
+        (["--only", "no such case"], "only: expected part of the name"),
+        (["--set", "tiny", "--impl", "quire,none"], "impl: expected some of"),
+    ):
+        assert kernels.main(arguments) == 2 and message in capsys.readouterr().err
 
 
-def test_every_tiny_latent_case_runs(tmp_path, rates):
-    path = tmp_path / "kernels.json"
-    command = ["--set", "tiny-latents", "--impl", "quire,quire-in-step,flashmla", "--per-call", "0"]
-    assert kernels.main([*command, "--device", "cpu", "--json", str(path)]) == 0
-    result = json.loads(path.read_text())
-    timed = {(row["case"], row["impl"]) for row in result["rows"] if not row["skipped"]}
-    cases = kernels.SETS["tiny-latents"]()
+def test_every_tiny_latent_case_runs(result_of):
+    result = result_of("--set", "tiny-latents", "--impl", "quire,quire-in-step,flashmla")
+    rows, cases = result["rows"], kernels.SETS["tiny-latents"]()
+    timed = {(row["case"], row["impl"]) for row in rows if not row["skipped"]}
     attention = {c.name for c in cases if c.shape.op != "index"}
     assert timed == {(c.name, "quire") for c in cases} | {(n, "quire-in-step") for n in attention}
-    assert all(
-        row["ms"] > 0 and row["gb_per_s"] > 0 for row in result["rows"] if not row["skipped"]
-    )
+    assert all(row["ms"] > 0 < row["gb_per_s"] for row in rows if not row["skipped"])
     assert result["not_run"] == []
 
 
-def test_shares_and_the_ratio_to_the_best_peer(rates, tmp_path):
+def test_shares_and_the_ratio_to_the_best_peer(result_of, tmp_path, monkeypatch):
     found, missing = find_peers(None)
     assert [peer.name for peer in found if peer.ours] == ["quire", "quire-in-step"]
     others = {"flashinfer", "fa3", "vllm-triton", "flashmla", "flashinfer-mla"}
     assert others == set(missing) | {p.name for p in found} & others
-    path = tmp_path / "kernels.json"
-    command = ["--set", "tiny", "--only", "global decode", "--per-call", "0", "--device", "cpu"]
-    assert kernels.main([*command, "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())["rows"]
+    rows = result_of("--set", "tiny", "--only", "global decode")["rows"]
     times = {row["impl"]: row["ms"] for row in rows}
     assert set(times) == {"quire", "quire-in-step", "sdpa"}
     for row in rows:
         assert row["over_best_peer"] == pytest.approx(row["ms"] / times["sdpa"])
         assert row["copy_share"] == pytest.approx(row["gb_per_s"])
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    missing = find_peers(tmp_path)[1]
+    assert missing["flashmla"] == "expected NVIDIA GPUs, got a torch for ROCm 7.0"
 
 
 def test_times_are_of_one_call(monkeypatch):

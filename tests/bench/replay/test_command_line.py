@@ -11,14 +11,23 @@ CHATS = "round-robin:sessions=3,turns=2,first=512,user=64,answer=32"
 AGENTS = "agent-pauses:agents=4,steps=4,root=1024,rate=1.0"
 
 
-def test_rows_and_picture(tmp_path, capsys):
+@pytest.fixture
+def replayed(tmp_path):
+    """(rows of --json, or what is in the file) of a replay on pages of llama-like."""
+
+    def replayed(*arguments, pool="50%"):
+        file = tmp_path / "rows.json"
+        options = ["--model", "llama-like", "--pool", pool, "--json", str(file)]
+        assert main(["--workload", *arguments, *options]) == 0
+        return json.loads(file.read_text())
+
+    return replayed
+
+
+def test_rows_and_picture(replayed, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    out, picture = tmp_path / "rows.json", tmp_path / "plot.svg"
-    arguments = ["--workload", CHATS, "--model", "v4-flash", "llama-like", "--quiet"]
-    arguments += ["--pool", "3000pages", "1GiB", "--eviction", "lru", "adaptive"]
-    assert main([*arguments, "--json", str(out), "--plot", str(picture)]) == 0
-    rows = json.loads(out.read_text())
-    assert {r["preset"] for r in rows} == {"v4-flash", "llama-like"}
+    picture = tmp_path / "plot.svg"
+    rows = replayed(CHATS, "--eviction", "lru", "adaptive", "--plot", str(picture))
     bound = {"workload", "preset", "retention", "eviction", "pool", "pool_bytes"}
     bound |= {"hit_rate", "hit_tokens"}
     more = {"mean_hit", "ttft_p50", "ttft_p99", "tokens_per_s", "recomputed_tokens"}
@@ -27,36 +36,25 @@ def test_rows_and_picture(tmp_path, capsys):
         assert row.keys() == (bound if row["retention"] == "any" else bound | more)
         assert 0 <= row["hit_rate"] <= 1
     assert picture.read_text().startswith("<?xml")
-    assert "clairvoyant" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "clairvoyant" in printed.out and printed.err == ""  # no bar, as this is no terminal
 
 
-def test_a_policy_of_ones_own(tmp_path, monkeypatch, capsys):
+def test_a_policy_of_ones_own_and_a_bar_at_a_terminal(replayed, tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text("from quire.kvcore import LRU\n\nclass Own(LRU):\n    pass\n")
     monkeypatch.chdir(tmp_path)
-    arguments = ["--workload", CHATS, "--model", "llama-like", "--pool", "50%", "--quiet"]
-    assert main([*arguments, "--eviction", "lru", "mine:Own"]) == 0
-    lru, own = (line.split()[2:] for line in capsys.readouterr().out.splitlines()[3:5])
-    assert own == lru  # its name is all that differs
-
-
-def test_a_bar_is_shown_at_a_terminal_alone(monkeypatch, capsys):
-    arguments = ["--workload", CHATS, "--model", "llama-like", "--pool", "50%", "--eviction", "lru"]
-    assert main(arguments) == 0
-    assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert main(arguments) == 0
+    rows = replayed(CHATS, "--eviction", "lru", "mine:Own")
+    lru, own = ([r for r in rows if r["eviction"] == name] for name in ("lru", "mine:Own"))
+    assert own == [row | {"eviction": "mine:Own"} for row in lru] != []
     assert "request" in capsys.readouterr().err
 
 
-def test_hosts(tmp_path, capsys):
-    out = tmp_path / "rows.json"
-    arguments = ["--workload", AGENTS, "--model", "llama-like", "--pool", "80%", "--quiet"]
-    arguments += ["--host", "30%", "0.5GiB", "--link", "40", "--eviction", "lru"]
-    assert main([*arguments, "--json", str(out)]) == 0
-    rows = [r for r in json.loads(out.read_text()) if "host" in r]
+def test_hosts(replayed, capsys):
+    hosts = ["--host", "30%", "0.5GiB", "--link", "40", "--eviction", "lru"]
+    rows = [r for r in replayed(AGENTS, *hosts, "--quiet", pool="80%") if "host" in r]
     assert {r["host"] for r in rows} == {"30%", "0.5GiB"} and all(r["link"] == 40e9 for r in rows)
-    for row in rows:
-        assert 0 < row["device_tokens"] <= row["hit_tokens"]
+    assert all(0 < r["device_tokens"] <= r["hit_tokens"] for r in rows)
     assert "to host" in capsys.readouterr().out
 
 

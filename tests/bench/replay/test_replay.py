@@ -135,9 +135,8 @@ def over_host(workload, pages, groups=DENSE, *, host=20_000, link=1e15, policy=L
 
 def test_a_load_takes_the_time_of_its_bytes():
     """A, then B that evicts it, then A: 9 of 10 pages come back at 10,000 bytes a second."""
-    ids = np.arange(10)
     starts = ((0, 0), (1, 100), (10, 0))
-    requests = [TraceRequest(t, 320, 1, ids + first, 32) for t, first in starts]
+    requests = [TraceRequest(t, 320, 1, np.arange(10) + first, 32) for t, first in starts]
     tiers = over_host(TraceWorkload("w", requests), 11, link=10_000.0)
     assert tiers.hits.tolist() == [0, 0, 288] and tiers.from_device.tolist() == [0, 0, 0]
     assert tiers.ttft == pytest.approx([0.32, 0.32, 9 * 100 / 10_000 + 0.032])
@@ -175,11 +174,10 @@ def test_the_clairvoyant_bound_is_at_most_a_segment_over_the_optimum(capacity):
     for seed in range(4):
         rng = np.random.default_rng(seed)
         prompts = [chains[rng.integers(len(chains))] for _ in range(9)]
-        requests = [
-            TraceRequest(float(i), len(ids) * 32, 1, np.array(ids), 32)
-            for i, ids in enumerate(prompts)
-        ]
-        workload = TraceWorkload("tiny", requests)
+        workload = TraceWorkload(
+            "tiny",
+            [TraceRequest(i, len(p) * 32, 1, np.array(p), 32) for i, p in enumerate(prompts)],
+        )
         empty = empty_cache(DENSE, workload)
         best = best_by_search([(len(ids) - 1, ids) for ids in prompts], capacity)
         bound = clairvoyant_hits(segment_uses(workload, empty), empty, capacity)
@@ -218,12 +216,11 @@ def test_generators_share_prefixes(name):
     requests, same, other = (
         make_workload(f"{name}:{SMALL[name]}", None, seed).requests for seed in (0, 0, 1)
     )
-    drawn = [
-        [(r.arrival, r.input, r.ids.tolist()) for r in each] for each in (requests, same, other)
-    ]
-    assert drawn[0] == drawn[1] and (drawn[0] == drawn[2]) == (name in ("round-robin", "pr43447"))
-    arrivals = [r.arrival for r in requests]
-    assert arrivals == sorted(arrivals)
+    one, two, three = (
+        [(r.arrival, r.input, r.ids.tolist()) for r in drawn] for drawn in (requests, same, other)
+    )
+    assert one == two and (one == three) == (name in ("round-robin", "pr43447"))
+    assert one == sorted(one, key=lambda request: request[0])
     hits = prefix_hits(requests, 32)
     assert 0.3 < sum(hits) / sum(r.input for r in requests) < 0.95
     if name == "round-robin":  # a turn repeats all before it, answers included

@@ -40,9 +40,9 @@ class Program:
         return self
 
     def __exit__(self, *_):
-        for is_alive, pid in ((not self.other_has_ended(0), self.other), (self.first.poll() is None, self.first.pid)):  # fmt: skip
-            if is_alive:
-                os.kill(pid, signal.SIGKILL)
+        if not self.other_has_ended(0):
+            os.kill(self.other, signal.SIGKILL)
+        self.first.kill()
         os.close(self.handle)
         self.first.communicate()
 

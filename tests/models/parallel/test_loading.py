@@ -37,17 +37,50 @@ def num_bytes(model):
     return sum(w.numel() * w.element_size() for w in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [("gemma4-e-tiny", 4), ("gpt-oss-tiny", 2)],
-)
-def test_plain(tmp_path, name, size):
-    save_checkpoint(random_model(get_config(name), seed=3), tmp_path)
-    whole, models = assert_together_the_whole(tmp_path, size)
+def plain(path, name):
+    save_checkpoint(random_model(get_config(name), seed=3), path)
+
+
+def v4(path, experts):
+    """As released, experts one by one, values and scales in other files."""
+    v4_release.write_release(path, random_model(v4_release.CONFIG), experts)
+
+
+def is_fp8(model):
+    return torch.float8_e4m3fn in {w.dtype for w in model.parameters()}
+
+
+def is_fp4(model):
+    return model.layers[0].mlp.experts.down_proj.dtype == torch.uint8
+
+
+STORED = [
+    # (write, arguments, ranks, options, what holds of the last rank's model)
+    (plain, ("gemma4-e-tiny",), 4, {}, None),
+    (plain, ("gpt-oss-tiny",), 2, {}, None),
+    # Blocks of 32 by 32: widths of 96 and 40 are not cut between them.
+    (write_fp8, ("gemma3-tiny", "_scale_inv", "fp8"), 2, {"fp8": "keep"}, is_fp8),
+    (write_fp8, ("gemma4-moe-tiny", "_scale", "compressed-tensors"), 2, {"fp8": "dequantize"},
+     lambda model: not is_fp8(model)),
+    # 96 values are three groups of 32: the second rank has one of them, and zeros.
+    (write_mxfp4, (64,), 2, {"fp8": "dequantize"}, lambda model: not is_fp4(model)),
+    (write_mxfp4, (96,), 2, {"fp8": "keep"}, is_fp4),
+    # A width of 192 is one block of 128 and a half.
+    (v4, ("fp4",), 2, {"fp8": "keep"}, lambda model: model.config.moe_intermediate_size == 96),
+    (v4, ("fp8",), 2, {"fp8": "dequantize"}, lambda model: model.config.moe_intermediate_size == 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("write", "arguments", "size", "options", "holds"), STORED)
+def test_ranks_read_their_part(tmp_path, write, arguments, size, options, holds):
+    write(tmp_path / "stored", *arguments)
+    whole, models = assert_together_the_whole(tmp_path / "stored", size, **options)
     shapes = [[(n, w.shape) for n, w in m.named_parameters()] for m in models]
     assert all(one == shapes[0] for one in shapes)
-    # Most weights are divided.
-    assert num_bytes(models[0]) < 0.75 * num_bytes(whole)
+    if holds is not None:
+        assert holds(models[-1])
+    else:  # most weights are divided
+        assert num_bytes(models[0]) < 0.75 * num_bytes(whole)
 
 
 def test_widths_that_are_no_multiples_are_filled_up(tmp_path):
@@ -59,21 +92,6 @@ def test_widths_that_are_no_multiples_are_filled_up(tmp_path):
     assert last.gate_proj.weight[21].any() and not last.down_proj.weight[:, 22:].any()
 
 
-@pytest.mark.parametrize(
-    ("name", "suffix", "method", "fp8"),
-    [
-        ("gemma3-tiny", "_scale_inv", "fp8", "keep"),
-        ("gemma4-moe-tiny", "_scale", "compressed-tensors", "dequantize"),
-    ],
-)
-def test_fp8(tmp_path, name, suffix, method, fp8):
-    """Blocks of 32 by 32: widths of 96 and 40 are not cut between them."""
-    write_fp8(tmp_path, name, suffix, method)
-    _, models = assert_together_the_whole(tmp_path, 2, fp8=fp8)
-    kept = {w.dtype for w in models[0].parameters()}
-    assert (torch.float8_e4m3fn in kept) == (fp8 == "keep")
-
-
 def test_blocks_that_heads_cut_are_dequantized_or_refused(tmp_path):
     write_fp8(tmp_path, "gemma4-tiny", "_scale", "fp8")  # heads of 16
     assert_together_the_whole(tmp_path, 4, fp8="dequantize")
@@ -83,20 +101,3 @@ def test_blocks_that_heads_cut_are_dequantized_or_refused(tmp_path):
             load_model(tmp_path, fp8="keep", group=group)
 
     on_ranks(4, refused)  # each of them
-
-
-@pytest.mark.parametrize(("width", "fp8"), [(64, "dequantize"), (96, "keep")])
-def test_mxfp4(tmp_path, width, fp8):
-    """96 values are three groups of 32: the second rank has one of them, and zeros."""
-    write_mxfp4(tmp_path, width)
-    _, models = assert_together_the_whole(tmp_path, 2, fp8=fp8)
-    held = models[1].layers[0].mlp.experts.down_proj
-    assert (held.dtype == torch.uint8) == (fp8 == "keep")
-
-
-@pytest.mark.parametrize(("experts", "fp8"), [("fp4", "keep"), ("fp8", "dequantize")])
-def test_deepseek_v4(tmp_path, experts, fp8):
-    """As released, experts one by one, values and scales in other files; a width of 192 is one block of 128 and a half."""
-    v4_release.write_release(tmp_path / "release", random_model(v4_release.CONFIG), experts)
-    _, models = assert_together_the_whole(tmp_path / "release", 2, fp8=fp8)
-    assert models[0].config.moe_intermediate_size == (96 if experts == "fp4" else 128)

@@ -137,32 +137,47 @@ def test_one_model_on_several_ranks(name):
     assert memory.bytes_per_token == alone.memory.bytes_per_token * max(1, heads // size) / heads
 
 
-VARIANTS = {
-    "async": ("llama-tiny", {"async_scheduling": True}),
-    "async graphs": ("gpt-oss-tiny", {"async_scheduling": True, "decode_graphs": True}),
-    "fp8": ("gemma3-tiny", {"kv_cache_dtype": "fp8", "enable_caching": False}),
-    "drawn drafts": ("deepseek-v4-tiny", {"rejection_sample_method": "standard", "drafter": partial(MTPDrafter, max_draft_tokens=3)}),
-    "drafts and graphs": ("deepseek-v4-tiny", {"decode_graphs": True, "drafter": partial(MTPDrafter, max_draft_tokens=3)}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_settings_of_one_rank_serve_several(variant):
-    name, settings = VARIANTS[variant]
+@pytest.mark.parametrize(
+    ("name", "size", "settings"),
+    [
+        ("llama-tiny", 2, {"async_scheduling": True}),
+        ("gpt-oss-tiny", 2, {"async_scheduling": True, "decode_graphs": True}),
+        ("gemma3-tiny", 2, {"kv_cache_dtype": "fp8", "enable_caching": False}),
+        ("deepseek-v4-tiny", 2, {"rejection_sample_method": "standard", "drafts": 3}),
+        ("deepseek-v4-tiny", 2, {"decode_graphs": True, "drafts": 3}),
+        ("gemma4-tiny", 4, {}),  # more than KV heads
+    ],
+    ids=["async", "async-graphs", "fp8", "drawn-drafts", "drafts-graphs", "more-than-kv-heads"],
+)
+def test_settings_of_one_rank_serve_several(name, size, settings):
     config, settings = config_of(name), {"max_num_seqs": 4, "num_pages": 600, **settings}
-    drafter = settings.pop("drafter", None)
+    drafts = settings.pop("drafts", 0)
+    drafter = partial(MTPDrafter, max_draft_tokens=drafts) if drafts else None
     one = random_model(config, seed=5)
     alone = Engine(one, EngineConfig(**settings), drafter=drafter and drafter(one))
-    outputs = run_on_ranks(2, config, run, drafter=drafter, **settings)
+    outputs = run_on_ranks(size, config, run, drafter=drafter, **settings)
     assert_same_tokens(one, outputs, run(alone), tolerance(one))
 
 
-def test_more_ranks_than_kv_heads():
-    config = few("gemma4-tiny")
+@pytest.mark.parametrize("name", ["llama-tiny", "gemma4-e-tiny"])
+def test_prompt_logprobs(name):
+    """Beside requests whose tokens the other rank gets a step ahead."""
+    config = config_of(name)
+
+    def work(engine):
+        scored = replace(PARAMS, prompt_logprobs=3)
+        for i, ids in enumerate(prompts()):
+            engine.add_request(ids, scored if i % 2 else PARAMS, request_id=str(i))
+        return finish(engine)
+
+    settings = {"max_num_seqs": 3, "max_num_batched_tokens": 30, "async_scheduling": True}
+    outputs = run_on_ranks(2, config, work, num_pages=600, **settings)
     one = random_model(config, seed=5)
-    alone = Engine(one, EngineConfig(max_num_seqs=4, num_pages=600))
-    outputs = run_on_ranks(4, config, run, max_num_seqs=4, num_pages=600)
-    assert_same_tokens(one, outputs, run(alone), tolerance(one))
+    wanted = work(Engine(one, EngineConfig(num_pages=600, **settings)))
+    assert_same_tokens(one, *(sorted(o, key=lambda x: x.request_id) for o in (outputs, wanted)), tolerance(one))  # fmt: skip
+    for output in outputs:
+        if int(output.request_id) % 2:
+            check(one, output)
 
 
 class FailsFor(NGramDrafter):
@@ -177,11 +192,10 @@ class FailsFor(NGramDrafter):
 def test_a_request_that_fails_alone():
     def work(engine):
         outputs = {}
-        for request_id in ("good", "bad"):
-            engine.add_request(PREFIX, PARAMS, request_id=request_id)
-        outputs |= {o.request_id: o for o in finish(engine)}
-        engine.add_request(PREFIX, PARAMS, request_id="later")
-        outputs |= {o.request_id: o for o in finish(engine)}
+        for ids in (("good", "bad"), ("later",)):
+            for request_id in ids:
+                engine.add_request(PREFIX, PARAMS, request_id=request_id)
+            outputs |= {o.request_id: o for o in finish(engine)}
         return outputs
 
     outputs = run_on_ranks(2, few("llama-tiny"), work, drafter=lambda m: FailsFor(2), num_pages=100)
@@ -226,23 +240,27 @@ def test_shapes_that_one_rank_cannot_capture():
         assert on_ranks(2, work) == [[GraphShape(1, 1), GraphShape(4, 1)]] * 2
 
 
-def test_what_ranks_refuse():
-    config = EngineConfig(num_pages=10, tensor_parallel_size=2)
-    model = random_model(get_config("llama-tiny"))
-    with pytest.raises(ValueError, match="tensor_parallel_size: expected 1 with a built model"):
-        LLM(model, engine=config)
-    with pytest.raises(
-        ValueError, match="tensor_parallel_size: expected 1, the ranks of this model"
-    ):
-        Engine(model, config)
-    with pytest.raises(ValueError, match=r"expected one of \[1, 2, 4\] for 'llama-tiny', whose num_heads=4, num_kv_heads=2 .*, got 3"):  # fmt: skip
-        LLM("llama-tiny", engine=replace(config, tensor_parallel_size=3))
-    with pytest.raises(ValueError, match=r"expected one of \[1, 2\] .* num_heads=4 and o_groups=2 are divided, got 4"):  # fmt: skip
-        LLM("deepseek-v4-tiny", engine=replace(config, tensor_parallel_size=4))
-    with pytest.raises(NotImplementedError, match="host_cache_gib: supported with tensor_"):
-        LLM("llama-tiny", engine=replace(config, host_cache_gib=1.0))
-    with pytest.raises(ValueError, match="expected arguments that can be sent to another process"):
-        LLM("llama-tiny", engine=config, drafter=lambda model: None)
+@pytest.mark.parametrize(
+    ("model", "settings", "error", "message"),
+    [
+        (None, {}, ValueError, "tensor_parallel_size: expected 1 with a built model"),
+        ("llama-tiny", {"tensor_parallel_size": 3}, ValueError,
+         r"expected one of \[1, 2, 4\] for 'llama-tiny', whose num_heads=4, num_kv_heads=2 .*, got 3"),
+        ("deepseek-v4-tiny", {"tensor_parallel_size": 4}, ValueError,
+         r"expected one of \[1, 2\] .* num_heads=4 and o_groups=2 are divided, got 4"),
+        ("llama-tiny", {"host_cache_gib": 1.0}, NotImplementedError, "host_cache_gib: supported with"),
+        ("llama-tiny", {}, ValueError, "expected arguments that can be sent to another process"),
+    ],
+)  # fmt: skip
+def test_what_ranks_refuse(model, settings, error, message):
+    config = replace(EngineConfig(num_pages=10, tensor_parallel_size=2), **settings)
+    built = random_model(get_config("llama-tiny")) if model is None else model
+    options = {} if model is None or settings else {"drafter": lambda model: None}
+    with pytest.raises(error, match=message):
+        LLM(built, engine=config, **options)
+    if model is None:
+        with pytest.raises(ValueError, match="tensor_parallel_size: expected 1, the ranks of this"):
+            Engine(built, config)
 
 
 # Processes.
@@ -264,17 +282,13 @@ def test_versions_and_files_that_differ(tmp_path):
     "reason", ["expected one with MTP layers", "rank 1 has torch .*, rank 0 9"]
 )
 def test_an_engine_that_cannot_be_made_leaves_no_process(reason, monkeypatch):
-    started = []
+    started, popen = [], subprocess.Popen
     if "torch" in reason:
         found = launch.versions_and_files(None) | {"torch": "9"}
         monkeypatch.setattr(launch, "versions_and_files", lambda directory: found)
-
-    class Started(subprocess.Popen):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            started.append(self)
-
-    monkeypatch.setattr(launch.subprocess, "Popen", Started)
+    monkeypatch.setattr(
+        launch.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1]
+    )
     config = EngineConfig(num_pages=100, tensor_parallel_size=2)
     with pytest.raises(ValueError, match=reason):
         LLM("llama-tiny", engine=config, drafter=MTPDrafter)
@@ -349,24 +363,3 @@ def test_two_launchers_as_of_two_machines():
     (first, one), (second, two) = (node.communicate(timeout=200) for node in nodes)
     assert [node.returncode for node in nodes] == [0, 0], one + two
     assert first.strip() and not second
-
-
-@pytest.mark.parametrize("name", ["llama-tiny", "gemma4-e-tiny"])
-def test_prompt_logprobs(name):
-    """Beside requests whose tokens the other rank gets a step ahead."""
-    config = config_of(name)
-
-    def work(engine):
-        scored = replace(PARAMS, prompt_logprobs=3)
-        for i, ids in enumerate(prompts()):
-            engine.add_request(ids, scored if i % 2 else PARAMS, request_id=str(i))
-        return finish(engine)
-
-    settings = {"max_num_seqs": 3, "max_num_batched_tokens": 30, "async_scheduling": True}
-    outputs = run_on_ranks(2, config, work, num_pages=600, **settings)
-    one = random_model(config, seed=5)
-    wanted = work(Engine(one, EngineConfig(num_pages=600, **settings)))
-    assert_same_tokens(one, *(sorted(o, key=lambda x: x.request_id) for o in (outputs, wanted)), tolerance(one))  # fmt: skip
-    for output in outputs:
-        if int(output.request_id) % 2:
-            check(one, output)
