@@ -38,7 +38,7 @@ test-vllm: $(STAMP)  ## adapters beside vLLM 0.33, which VLLM_PYTHON=/path/to/py
 QUICK := tests/test_layering.py tests/kvcore/test_cache.py tests/kvcore/test_policies.py tests/kvcore/test_steps.py \
 	tests/kernels/test_edges.py tests/kernels/pages \
 	tests/models/config/test_configs.py tests/models/layers/test_stacked.py tests/models/engine/test_scheduler.py \
-	tests/bench/test_workload.py tests/bench/replay/test_loaders.py
+	tests/bench/test_common.py
 
 lint: $(STAMP)  ## lint, format, types
 	$(VENV)/bin/ruff check .

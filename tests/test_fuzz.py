@@ -26,7 +26,7 @@ from quire.models.loading.locate import locate_checkpoint
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from quire.models.tokenizer import find_tokenizer
-from tests.bench.replay.test_loaders import mooncake, write
+from tests.bench.test_replay import mooncake, write
 from tests.support.models.toy import ToyModel
 
 pytest.importorskip("tokenizers")

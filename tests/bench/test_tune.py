@@ -19,7 +19,7 @@ from quire.kernels.attention.tiles import Config
 from quire.kernels.common.arch import named
 from tests.support.forked import printed
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 HOPPER = named("sm_90")
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 DECODE = TileEntry(entries.DECODE, "", 32)

@@ -1,12 +1,15 @@
-"""Replay: the engine agrees with a one-dict model, and no policy beats the bounds."""
+"""bench.replay: traces, the engine against a one-dict model, bounds, rows of the command."""
 
-from itertools import combinations
+import json
+import lzma
+import sys
+from itertools import combinations, takewhile
 
 import numpy as np
 import pytest
 
-from quire.bench.common.traces import TraceRequest
-from quire.bench.replay.__main__ import make_workload
+from quire.bench.common.traces import ANSWER_TOKENS, Numbering, TraceRequest, load_mooncake
+from quire.bench.replay.__main__ import main, make_workload
 from quire.bench.replay.bounds import clairvoyant_hits, dense_working_set, segment_uses
 from quire.bench.replay.experiment import EVICTIONS, empty_cache, pool_pages, run_grid
 from quire.bench.replay.generators import GENERATORS
@@ -14,6 +17,96 @@ from quire.bench.replay.host import HostMemory
 from quire.bench.replay.presets import PRESETS
 from quire.bench.replay.simulate import SimulatedTiming, TraceWorkload, replay
 from quire.kvcore import LRU, GroupSpec
+
+
+def write(path, *rows):
+    data = "\n".join(json.dumps(r) if r != "" else "" for r in rows).encode()
+    path.write_bytes(lzma.compress(data) if path.suffix == ".xz" else data)
+    return path
+
+
+def mooncake(**fields):
+    return {"timestamp": 0, "input_length": 5, "output_length": 3, "hash_ids": [1]} | fields
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.xz"])
+def test_requests_of_a_file(tmp_path, name):
+    """The second shares two blocks with the first, and an empty answer is no look-up."""
+    rows = [
+        mooncake(timestamp=1500, input_length=1030, output_length=9, hash_ids=[7, 8, 9]),
+        "",
+        mooncake(timestamp=2000, input_length=1100, output_length=0, hash_ids=[7, 8, 5]),
+    ]
+    path = write(tmp_path / name, *rows)
+    first, second = load_mooncake(path)
+    assert (first.arrival, first.input, first.output, first.ids_block_size) == (1.5, 1030, 9, 512)
+    assert second.output == 1 and len(load_mooncake(path, 1)) == 1
+    pairs = zip(first.tokens(0)[:1030], second.tokens(1)[:1100], strict=False)
+    assert sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) == 1024
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([1], "expected a JSON object"),
+        (mooncake(timestamp=None), "timestamp: expected int or float, got None"),
+        (mooncake(timestamp=float("nan")), "expected a finite time, got nan"),
+        (mooncake(timestamp=10**400), "int too large"),
+        (mooncake(input_length=True), "input_length: expected int, got True"),
+        (mooncake(input_length=0), "expected input >= 1 and output >= 0, got 0"),
+        (mooncake(output_length=-1), "expected input >= 1 and output >= 0, got 5"),
+        (mooncake(output_length=10**12), "expected at most 67108864 tokens"),
+        (mooncake(hash_ids=3), "hash_ids: expected list, got 3"),
+        (mooncake(input_length=513), "hash_ids: expected 2 ids for 513 tokens, got 1"),
+        (mooncake(hash_ids=[{}]), "unhashable"),
+    ],
+)
+def test_bad_lines_are_named(row, message, tmp_path):
+    with pytest.raises(ValueError, match=f"trace: t.jsonl, line 1: .*{message}"):
+        load_mooncake(write(tmp_path / "t.jsonl", row))
+
+
+LINES = "\n".join([json.dumps(mooncake())] * 500).encode()
+PACKED = lzma.compress(LINES)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        *[
+            ("t.jsonl.xz", damaged, r"cannot read '.*t\.jsonl\.xz': ")
+            for damaged in (PACKED[:-20], PACKED[:7], b"", LINES, PACKED[:-1] + b"\0")
+        ],
+        ("t.jsonl", LINES[:-10], r"t\.jsonl, line 500: expected a JSON object"),
+        ("t.jsonl", b"[" * 100_000, r"t\.jsonl, line 1: expected a JSON object"),
+        ("t.jsonl", b"\n \n", r"expected at least one request in t\.jsonl"),
+        ("t.jsonl", None, "cannot read .*: No such file"),
+        (".", None, "cannot read .*: Is a directory"),
+    ],
+)
+def test_damaged_files_are_named(name, data, message, tmp_path):
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=f"trace: {message}"):
+        load_mooncake(tmp_path / name)
+
+
+def test_tokens_of_a_request():
+    known = TraceRequest(0.0, 40, 20, np.array([3, 1, 2, 7]), 16)
+    assert known.tokens(0).tolist() == [*range(48, 64), *range(16, 48), *range(112, 124)]
+    unknown = TraceRequest(0.0, 40, 20, np.array([3, 1, 2]), 16)
+    first, second = unknown.tokens(0), unknown.tokens(1)
+    assert first[:40].tolist() == second[:40].tolist() == known.tokens(0)[:40].tolist()
+    assert len(first) == 60 and (first[40:] >= ANSWER_TOKENS).all()
+    assert not set(first[40:].tolist()) & set(second[40:].tolist())
+
+
+def test_too_many_ids_for_31_bits():
+    number = Numbering(1 << 28)
+    assert number(["a", "b", "a"]).tolist() == [0, 1, 0]
+    with pytest.raises(ValueError, match="at most 4 distinct"):
+        number(range(5))
+
 
 HYBRID = [GroupSpec("d", "dense", 32, 100), GroupSpec("w", "window", 16, 100, 64)]
 DENSE = [GroupSpec("d", "dense", 32, 100)]
@@ -239,3 +332,87 @@ def test_pool_sizes():
     for bad in ("12", "-1GiB", "0%", "x", "", "pages", "nan", "5%%", "9" * 400 + "%"):
         with pytest.raises(ValueError, match="host: expected"):
             pool_pages(bad, groups, workload, "host")
+
+
+CHATS = "round-robin:sessions=3,turns=2,first=512,user=64,answer=32"
+AGENTS = "agent-pauses:agents=4,steps=4,root=1024,rate=1.0"
+
+
+@pytest.fixture
+def replayed(tmp_path):
+    """(rows of --json, or what is in the file) of a replay on pages of llama-like."""
+
+    def replayed(*arguments, pool="50%"):
+        file = tmp_path / "rows.json"
+        options = ["--model", "llama-like", "--pool", pool, "--json", str(file)]
+        assert main(["--workload", *arguments, *options]) == 0
+        return json.loads(file.read_text())
+
+    return replayed
+
+
+def test_rows_and_picture(replayed, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plot.svg"
+    rows = replayed(CHATS, "--eviction", "lru", "adaptive", "--plot", str(picture))
+    bound = {"workload", "preset", "retention", "eviction", "pool", "pool_bytes"}
+    bound |= {"hit_rate", "hit_tokens"}
+    more = {"mean_hit", "ttft_p50", "ttft_p99", "tokens_per_s", "recomputed_tokens"}
+    more |= {"evicted_resume_points", "evicted_segments"}
+    for row in rows:
+        assert row.keys() == (bound if row["retention"] == "any" else bound | more)
+        assert 0 <= row["hit_rate"] <= 1
+    assert picture.read_text().startswith("<?xml")
+    printed = capsys.readouterr()
+    assert "clairvoyant" in printed.out and printed.err == ""  # no bar, as this is no terminal
+
+
+def test_a_policy_of_ones_own_and_a_bar_at_a_terminal(replayed, tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text("from quire.kvcore import LRU\n\nclass Own(LRU):\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    rows = replayed(CHATS, "--eviction", "lru", "mine:Own")
+    lru, own = ([r for r in rows if r["eviction"] == name] for name in ("lru", "mine:Own"))
+    assert own == [row | {"eviction": "mine:Own"} for row in lru] != []
+    assert "request" in capsys.readouterr().err
+
+
+def test_hosts(replayed, capsys):
+    hosts = ["--host", "30%", "0.5GiB", "--link", "40", "--eviction", "lru"]
+    rows = [r for r in replayed(AGENTS, *hosts, "--quiet", pool="80%") if "host" in r]
+    assert {r["host"] for r in rows} == {"30%", "0.5GiB"} and all(r["link"] == 40e9 for r in rows)
+    assert all(0 < r["device_tokens"] <= r["hit_tokens"] for r in rows)
+    assert "to host" in capsys.readouterr().out
+
+
+def test_rows_are_written_before_a_later_error(tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    longer = "round-robin:sessions=2,turns=2,first=131072"  # more than the pool
+    arguments = ["--workload", CHATS, longer, "--model", "v4-flash", "--pool", "300pages"]
+    assert main([*arguments, "--eviction", "lru", "--quiet", "--json", str(out)]) == 2
+    assert "error: pool: expected room for request 0" in capsys.readouterr().err
+    assert {r["workload"] for r in json.loads(out.read_text())} == {CHATS}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--workload round-robin nonsense", "--workload round-robin:sessions=-1",
+        "--workload round-robin:sessions=1e3", "--workload round-robin:sessions=__import__('os')",
+        "--workload round-robin:gap=nan", "--workload round-robin:gap",
+        "--workload pr40676:rate=0", "--workload round-robin:sessions=2000000000",
+        "--workload pr43447:tokens=2000000000", "--workload mooncake:",
+        "--workload mooncake:/nowhere", "--pool 25% 25", "--pool nan%",
+        "--eviction lru nope", "--eviction quire.kvcore:Ranked", "--eviction nope:X",
+        "--eviction math:pi", "--retention auto 33", "--retention 0", "--limit -3", "--chunk 0",
+        "--max-requests 0",
+        "--prefill-rate nan", "--plot rows.txt", "--host x", "--host 1% 2%%",
+        "--vllm x", "--vllm -1", "--replay-tokens 0", "--host 1% --link 0", "--host 1% --plot a.svg",
+    ],
+)  # fmt: skip
+def test_errors_are_one_line_before_any_replay(arguments, capsys):
+    assert main([*arguments.split(), "--quiet"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("error: ")
+    assert "expected" in captured.err or "cannot read" in captured.err

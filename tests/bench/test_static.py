@@ -12,7 +12,7 @@ from quire.bench.static import __main__ as static
 from quire.bench.static import compiling, limits
 from tests.support.forked import printed
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 # Triton compiles only where it does not interpret.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 ROW = {
