@@ -24,8 +24,8 @@ for line in sys.stdin:
 else:
     sys.exit()
 asked = json.loads(line)
-for number, (name, flags) in enumerate(((asked["stdin"], os.O_RDONLY), (asked["stdout"], os.O_WRONLY), (asked["stderr"], os.O_WRONLY))):
-    file = os.open(name, flags)
+for number, name in enumerate(("stdin", "stdout", "stderr")):
+    file = os.open(asked[name], os.O_WRONLY if number else os.O_RDONLY)
     os.dup2(file, number)
     os.close(file)
 sys.stdin = open(0, closefd=False)
@@ -48,14 +48,10 @@ def forked(
     env: Mapping[str, str] | None = None,
     input: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -c code arguments`` as `subprocess.run` does, with its output as text.
+    """Run ``python -c code arguments`` as `subprocess.run` does, with its output as text.
 
-    It finds torch imported, and no package of this repository.
-
-    Args:
-        cwd: its working directory; None is the one of the tests.
-        env: its whole environment; None is that of the tests.
-        input: what it reads.
+    It finds torch imported, and no package of this repository. Without ``cwd`` and ``env`` it has
+    those of the tests.
     """
     with tempfile.TemporaryDirectory() as folder:
         names = {name: str(Path(folder, name)) for name in ("stdin", "stdout", "stderr")}
