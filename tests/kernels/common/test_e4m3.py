@@ -8,21 +8,16 @@ import triton
 import triton.language as tl
 
 from quire.kernels.common.bits import rounded_to_e4m3, widen
+from tests.kernels.oracles.latent_write import e4m3_value
 from tests.support.helpers import DEVICE, needs_e4m3_conversions
 
 CODES = torch.arange(256, dtype=torch.uint8)
 NAN = CODES & 0x7F == 0x7F
 
 
-def value_of(code):
-    """The value of an e4m3fn code, by the format's definition; the two NaN as the 480 that would come next."""
-    sign, exponent, mantissa = -1.0 if code & 0x80 else 1.0, code >> 3 & 15, code & 7
-    if exponent == 0:
-        return sign * mantissa * 2.0**-9
-    return sign * (8 + mantissa) * 2.0 ** (exponent - 10)
-
-
-VALUES = torch.tensor([value_of(code) for code in range(256)], dtype=torch.float64)
+# The two NaN are the 480 that would come next, as Triton's interpreter reads them.
+VALUES = torch.tensor([e4m3_value(code) for code in range(256)], dtype=torch.float64)
+VALUES[NAN] = torch.tensor([480.0, -480.0], dtype=torch.float64)
 
 
 @triton.jit
@@ -63,8 +58,7 @@ def nearest(x):
     above = bisect_left(finite, size)
     below = max(above - 1, 0)
     gap = (finite[above] - size) - (size - finite[below])
-    code = above if gap < 0 or (gap == 0 and above % 2 == 0) else below
-    return code
+    return above if gap < 0 or (gap == 0 and above % 2 == 0) else below
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

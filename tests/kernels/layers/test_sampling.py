@@ -54,11 +54,13 @@ def make_logits(num_rows, vocab_size, step=None, dtype=torch.float32, missing=0)
 
 def make_call(logits, filters, u):
     """Keyword arguments of ``sample_tokens``; filters, u: of each row."""
-    columns = [torch.tensor(column, device=DEVICE) for column in zip(*filters, strict=True)]
-    names = ("temperature", "top_k", "top_p", "min_p")
-    call = {name: column.float() for name, column in zip(names, columns, strict=True)}
-    u = torch.tensor(u, dtype=torch.float64, device=DEVICE)
-    return {"logits": logits, **call, "top_k": call["top_k"].int(), "u": u}
+    columns = (torch.tensor(column, device=DEVICE) for column in zip(*filters, strict=True))
+    temperature, top_k, top_p, min_p = columns
+    return {
+        "logits": logits, "temperature": temperature.float(), "top_k": top_k.int(),
+        "top_p": top_p.float(), "min_p": min_p.float(),
+        "u": torch.tensor(u, dtype=torch.float64, device=DEVICE),
+    }  # fmt: skip
 
 
 def expect_sure(logits, mass, filters, unsure):

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from quire.kernels import write_kv
+from tests.kernels.attention.test_fp8 import strided_like
 from tests.kernels.oracles import write_kv as reference
 from tests.support.helpers import DEVICE, NAN, AttentionCase, drawing, make_pages
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-NAN_E4M3 = 0x7F
 # Arguments of `make`.
 WRITES = {
     "no-rows": dict(num_rows=0),
@@ -44,8 +44,7 @@ def make(num_rows=5, scale=None, ordinary=True, **shape):
         fused[6, :, 3], fused[7] = 3e38, -0.0
     pages, scales = make_pages(case, 8), [scale, scale]
     if scale is not None:
-        pages = [torch.empty_strided(x.shape, x.stride(), dtype=torch.uint8, device=DEVICE) for x in pages]  # fmt: skip
-        pages = [x.fill_(NAN_E4M3).view(E4M3) for x in pages]
+        pages = [strided_like(x, E4M3) for x in pages]
     if scale == "rows":
         scales = torch.full((2, 8, heads, case.block_size), NAN, device=DEVICE).transpose(2, 3)
     return {
