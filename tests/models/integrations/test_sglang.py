@@ -1,8 +1,7 @@
-"""SGLang's attention backend over stand-ins of its pools and batches, and with the classes of its wheel where that is at hand."""
+"""SGLang's attention backend over stand-ins of its pools and batches, and over its wheel."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -32,64 +31,30 @@ Backend = sglang.backend_class(Base)
 
 
 @pytest.mark.parametrize(
-    ("page_size", "hybrid", "sinks", "cap"),
+    ("page_size", "hybrid", "more"),
     [
-        (1, False, None, 0.0),
-        (1, True, None, 0.0),
-        (4, False, None, 0.0),
-        (4, True, torch.tensor([0.5, -1.0, 2.0, 0.0]), 3.0),
+        (1, False, {}),
+        (1, True, {"graph": True}),
+        (4, False, {"graph": True}),
+        (4, True, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "cap": 3.0}),
     ],
 )
-def test_steps_against_float64(page_size, hybrid, sinks, cap):
-    play(Backend, page_size, hybrid, sinks=sinks, cap=cap)
+def test_steps_against_float64(page_size, hybrid, more):
+    play(Backend, page_size, hybrid, **more)
 
 
-def started(lengths, hybrid=False):
-    """A host, a backend, and the batch of a first step of it."""
-    host = Host(4, hybrid)
+def started(lengths):
+    """A host, a backend, the batch of a first step of it, and q, k and v of its tokens."""
+    host, n = Host(4, False), sum(lengths)
     backend = Backend(host.runner)
-    chosen, batch = host.step(Mode, "EXTEND", lengths)
+    _, batch = host.step(Mode, "EXTEND", lengths)
     backend.init_forward_metadata(batch)
-    return host, backend, chosen, batch
-
-
-def rows(host, n):
-    """q, k and v of n tokens."""
-    return host.normal(n, HEADS * 16), host.normal(n, 32), host.normal(n, 32)
-
-
-@pytest.mark.parametrize("hybrid", [False, True], ids=["one-pool", "window-pool"])
-def test_a_graph_reads_what_each_replay_prepares(hybrid):
-    """The tensors of the captured step keep their places; padding rows, whose length is the fill value, harm nobody."""
-    host, backend, chosen, batch = started([9, 2, 14, 1], hybrid)
-    layers = [layer(0), layer(1, steps.WINDOW - 1)]
-    host.run(backend, chosen, batch, layers, None)
-    backend.init_cuda_graph_state(6, 6)
-    captured = None
-    for _ in range(2):
-        chosen, batch = host.step(Mode, "DECODE", [1, 1, 1, 1])
-        backend.init_forward_metadata_out_graph(batch, in_capture=captured is None)
-        captured = captured or backend.forward_metadata
-        backend.forward_metadata = captured
-        host.run(backend, chosen, batch, layers, None)
-    chosen, batch = host.step(Mode, "DECODE", [1, 0, 0, 0])
-    batch.batch_size = 4  # as padded by the host
-    fill = backend.get_cuda_graph_seq_len_fill_value()
-    batch.seq_lens = torch.cat([batch.seq_lens, torch.full((3,), fill)])
-    batch.req_pool_indices = torch.cat([batch.req_pool_indices, torch.zeros(3, dtype=torch.long)])
-    batch.out_cache_loc = torch.cat([batch.out_cache_loc, torch.zeros(3, dtype=torch.long)])
-    backend.init_forward_metadata_out_graph(batch)
-    assert captured.seq_lens.tolist() == [12, 1, 1, 1]
-    q, k, v = rows(host, 4)
-    out = backend.forward(q, k, v, layers[0], batch)
-    held = torch.stack([*host.history[1][1], torch.stack([k[0], v[0]]).view(2, 2, 16)], 1)
-    steps.expect_attention(out[:1], q[:1], held, layers[0])
+    return host, backend, batch, [host.normal(n, heads * 16) for heads in (HEADS, 2, 2)]
 
 
 def test_a_layer_without_rows_of_its_own_reads_those_of_the_pool():
-    """Layers that share another's cache get no k and v; and nothing is written where the host says so."""
-    host, backend, _, batch = started([9, 0, 0, 0])
-    q, k, v = rows(host, 9)
+    """Layers that share another's cache get no k and v; nothing is written where the host says so."""
+    host, backend, batch, (q, k, v) = started([9])
     unsaved = backend.forward(q, k, v, layer(0), batch, save_kv_cache=False)
     assert all(held.isnan().all() for held in host.rows(0))
     saved = backend.forward(q, k, v, layer(0), batch)
@@ -108,40 +73,35 @@ REFUSED = {
     "forward_mode": ({}, {"forward_mode": Mode.TARGET_VERIFY}, {}),
     "mha_return_lse": ({}, {"mha_return_lse": True}, {}),
     "score_mod": ({}, {}, {"score_mod": 1}),
+    "token_to_kv_pool": ({"tp_k_head_num": 1}, {}, {}),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_served_is_refused_by_name_and_nothing_is_written(name):
-    host, backend, _, batch = started([3, 0, 0, 0])
+    host, backend, batch, qkv = started([3])
     of_layer, of_batch, of_call = REFUSED[name]
-    for attribute, value in of_batch.items():
-        setattr(batch, attribute, value)
-    with pytest.raises(NotImplementedError, match=f"^{name}: is not served"):
-        backend.forward(*rows(host, 3), layer(0, **of_layer), batch, **of_call)
+    vars(batch).update(of_batch)
+    with pytest.raises(NotImplementedError, match=f"^{name}: (is not served|expected rows)"):
+        backend.forward(*qkv, layer(0, **of_layer), batch, **of_call)
     assert all(held.isnan().all() for held in host.rows(0))
     backend.init_cuda_graph_state(2, 2)
     with pytest.raises(NotImplementedError, match=r"^forward_mode: expected DECODE"):
         backend.init_forward_metadata_out_graph(batch)
 
 
-@pytest.mark.parametrize(
-    ("name", "owner", "attribute", "value"),
-    [
-        ("use_mla_backend", "", "use_mla_backend", True),
-        ("is_encoder_decoder", "model_config", "is_encoder_decoder", True),
-        ("kv_cache_dtype", "", "kv_cache_dtype", torch.float8_e4m3fn),
-        ("spec_algorithm", "spec_algorithm", "is_none", lambda: False),
-    ],
-)
-def test_a_runner_that_is_not_served_is_refused_by_name(name, owner, attribute, value):
-    runner = Host(4, False).runner
-    setattr(getattr(runner, owner) if owner else runner, attribute, value)
-    with pytest.raises(NotImplementedError, match=f"^{name}: is not served"):
-        Backend(runner)
-
-
-def test_other_versions_of_the_host_are_refused(monkeypatch):
+def test_a_host_that_is_not_served_is_refused_by_name(monkeypatch):
+    for name, owner, value in (
+        ("use_mla_backend", "", True),
+        ("is_encoder_decoder", "model_config", True),
+        ("kv_cache_dtype", "", torch.float8_e4m3fn),
+        ("spec_algorithm", "spec_algorithm", lambda: False),
+    ):
+        runner = Host(4, False).runner
+        attribute = "is_none" if name == "spec_algorithm" else name
+        setattr(getattr(runner, owner) if owner else runner, attribute, value)
+        with pytest.raises(NotImplementedError, match=f"^{name}: is not served"):
+            Backend(runner)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.5.24")
     with pytest.raises(NotImplementedError, match=r"sglang: expected 0.5.23, got 0.5.24"):
         sglang.register()
@@ -150,12 +110,10 @@ def test_other_versions_of_the_host_are_refused(monkeypatch):
 def test_the_entry_point_is_the_one_that_sglang_asks_for():
     point = "quire.models.integrations.sglang:register"
     assert f'plugins"]\nquire = "{point}"' in (ROOT / "pyproject.toml").read_text()
-    for found in importlib.metadata.entry_points(group="sglang.srt.plugins", name="quire"):
-        assert found.value == point and found.load() is sglang.register
 
 
-# SGLang's own `__init__` wants its whole installation; the modules below it are loaded without. What they import that is not
-# installed (CUDA libraries, servers, codecs) is a module of nothings.
+# SGLang's own `__init__` wants its whole installation; the modules below it load without. What
+# they import that is not installed (CUDA libraries, servers, codecs) is a module of nothings.
 HOST = r"""
 import importlib, importlib.abc, importlib.machinery, importlib.util, inspect, sys, types
 
@@ -253,10 +211,8 @@ print("stood in for:", *sorted(Missing.names))
 
 @pytest.mark.slow
 def test_the_classes_of_the_wheel(tmp_path):
-    if not (WHEEL / "sglang" / "srt").is_dir():
-        pytest.skip(f"no unpacked wheel of sglang {sglang.SERVED} in {WHEEL} (QUIRE_SGLANG names it)")  # fmt: skip
     if not (WHEEL / f"sglang-{sglang.SERVED}.dist-info").is_dir():
-        pytest.skip(f"the wheel in {WHEEL} is not of sglang {sglang.SERVED}")
+        pytest.skip(f"no unpacked wheel of sglang {sglang.SERVED} in {WHEEL} (QUIRE_SGLANG)")
     command = [sys.executable, "-c", HOST, str(WHEEL), str(Path(steps.__file__).parent)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""Steps as SGLang gives them to an attention backend, over pools on a CPU, each result against plain float64 attention.
+"""Steps as SGLang gives them to an attention backend, over CPU pools, beside float64 attention.
 
 Imports only files beside it, so that a process that has loaded SGLang's wheel can run it.
 """
@@ -70,8 +70,8 @@ class Pool:
 class Host:
     """The work of SGLang's runner, scheduler and allocators for a few requests.
 
-    Slots are given out by pages, in any order. Of a hybrid pool the window's rows are freed, by whole pages, once no later query
-    sees them: their slots map to 0 from then on, and the rows turn NaN.
+    Slots are given out by pages, in any order. Of a hybrid pool the window's rows are freed, by
+    whole pages, once no later query sees them: then their slots map to 0, and the rows turn NaN.
     """
 
     def __init__(self, page_size, hybrid, make_pool=Pool):
@@ -105,17 +105,18 @@ class Host:
 
     def allocate(self, request, length):
         """Slots of tokens [length of the request so far, length)."""
-        before = len(self.history[request][0])
+        before, size, slots = (
+            len(self.history[request][0]),
+            self.page_size,
+            self.req_to_token[request],
+        )
         for position in range(before, length):
-            if position % self.page_size == 0:
-                first = self.free[0].pop() * self.page_size
+            if position % size == 0:
+                first, rows = self.free[0].pop() * size, torch.arange(size)
+                slots[position : position + size] = first + rows
                 if self.hybrid:
-                    other = self.free[1].pop() * self.page_size
-                    self.mapping[first : first + self.page_size] = torch.arange(other, other + self.page_size)  # fmt: skip
-            else:
-                first = int(self.req_to_token[request, position - 1]) - (position - 1) % self.page_size  # fmt: skip
-            self.req_to_token[request, position] = first + position % self.page_size
-        return self.req_to_token[request, before:length].long()
+                    self.mapping[first + rows] = self.free[1].pop() * size + rows
+        return slots[before:length].long()
 
     def evict(self, request):
         """Free the window's rows that the next query does not see."""
@@ -126,21 +127,30 @@ class Host:
             rows[self.mapping[slots]] = NAN
         self.mapping[slots] = 0
 
-    def step(self, modes, kind, lengths):
-        """Requests 1, 2, ... that get ``lengths`` new tokens (0 leaves one out), and SGLang's ``ForwardBatch`` as far as a backend reads it."""
+    def step(self, modes, kind, lengths, padding=0, fill=0):
+        """Requests 1, 2, ... that get new tokens, and the ``ForwardBatch`` as far as it is read.
+
+        Args:
+            modes, kind: ``ForwardMode`` and a name of it.
+            lengths: new tokens of each request; 0 leaves it out.
+            padding: rows of a decode that belong to no request, with ``fill`` keys.
+        """
         chosen = [(r, n) for r, n in enumerate(lengths, 1) if n]
         slots = torch.cat([self.allocate(r, len(self.history[r][0]) + n) for r, n in chosen])
-        seq_lens = torch.tensor([len(self.history[r][0]) + n for r, n in chosen])
+        none = torch.zeros(padding, dtype=torch.long)
+        seq_lens = [len(self.history[r][0]) + n for r, n in chosen] + [fill] * padding
         new = None if kind == "DECODE" else [n for _, n in chosen]
         return chosen, SimpleNamespace(
-            forward_mode=getattr(modes, kind), batch_size=len(chosen), req_pool_indices=torch.tensor([r for r, _ in chosen]),
-            seq_lens=seq_lens, seq_lens_cpu=seq_lens.clone(), out_cache_loc=slots, extend_seq_lens_cpu=new,
+            forward_mode=getattr(modes, kind), batch_size=len(seq_lens),
+            req_pool_indices=torch.cat([torch.tensor([r for r, _ in chosen]), none]),
+            seq_lens=torch.tensor(seq_lens), seq_lens_cpu=torch.tensor(seq_lens),
+            out_cache_loc=torch.cat([slots, none]), extend_seq_lens_cpu=new,
             extend_seq_lens=None if new is None else torch.tensor(new, dtype=torch.int32),
         )  # fmt: skip
 
     def run(self, backend, chosen, batch, layers, sinks):
         """Both layers of a step; each result is compared, and the written rows are those given."""
-        total = sum(n for _, n in chosen)
+        total = len(batch.out_cache_loc)
         keys = [self.normal(2, total, KV_HEADS, DIM) for _ in layers]
         first = [0, *accumulate(n for _, n in chosen)]
         for i, (r, n) in enumerate(chosen):
@@ -186,7 +196,8 @@ STEPS = [
 
 
 def play(
-    backend_of, page_size, hybrid, *, modes=Mode, make_layer=layer, make_pool=Pool, sinks=None, cap=0.0
+    backend_of, page_size, hybrid, *, modes=Mode, make_layer=layer, make_pool=Pool, sinks=None,
+    cap=0.0, graph=False,
 ):  # fmt: skip
     """A few steps of a full and a window layer; returns the backend.
 
@@ -197,12 +208,21 @@ def play(
         make_layer, make_pool: as `layer` and `Pool`.
         sinks: [num_heads] fp32 or None.
         cap: soft cap of logits, 0 = none.
+        graph: a graph of four rows holds the decodes, and reads the tensors of its capture.
     """
-    host = Host(page_size, hybrid, make_pool)
+    host, captured = Host(page_size, hybrid, make_pool), None
     backend = backend_of(host.runner)
+    backend.init_cuda_graph_state(6, 6)
     layers = [make_layer(0, -1, cap), make_layer(1, WINDOW - 1, cap)]
     for kind, lengths in STEPS:
-        chosen, batch = host.step(modes, kind, lengths)
-        backend.init_forward_metadata(batch)
+        if graph and kind == "DECODE":
+            fill = backend.get_cuda_graph_seq_len_fill_value()
+            chosen, batch = host.step(modes, kind, lengths, lengths.count(0), fill)
+            backend.init_forward_metadata_out_graph(batch, in_capture=captured is None)
+            captured = captured or backend.forward_metadata
+            backend.forward_metadata = captured
+        else:
+            chosen, batch = host.step(modes, kind, lengths)
+            backend.init_forward_metadata(batch)
         host.run(backend, chosen, batch, layers, sinks)
     return backend
