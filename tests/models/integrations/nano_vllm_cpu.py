@@ -1,7 +1,12 @@
-"""nano-vllm on a CPU with quire's kernels as its flash_attn."""
+"""nano-vllm on a CPU with quire's kernels as its flash_attn: it answers the requests of a file.
 
+Usage: python nano_vllm_cpu.py JOB.json SAID.json
+"""
+
+import json
 import os
 import sys
+from collections import Counter
 
 os.environ["TRITON_INTERPRET"] = "1"  # for nano-vllm's own kernel, which writes K and V to pages
 
@@ -10,7 +15,8 @@ import torch.distributed as dist
 
 from quire.models.integrations import flash_attn
 
-memory = 64 << 20  # bytes that nano-vllm finds on its device
+with open(sys.argv[1], encoding="utf-8") as file:
+    job = json.load(file)
 
 
 def changed(function, *first, without=()):
@@ -30,10 +36,21 @@ def copying(function):
     return call
 
 
+def counted(owner, name, seen):
+    """Count the calls of a function, those with a block table by another name."""
+    function = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        seen[name + ("-paged" if kwargs.get("block_table") is not None else "")] += 1
+        return function(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
 # The device is the CPU.
 for name in ("set_device", "empty_cache", "reset_peak_memory_stats", "synchronize"):
     setattr(torch.cuda, name, lambda *args: None)
-torch.cuda.mem_get_info = lambda: (memory, memory)
+torch.cuda.mem_get_info = lambda: (job["memory"], job["memory"])
 torch.cuda.memory_stats = lambda: dict.fromkeys(
     ("allocated_bytes.all.peak", "allocated_bytes.all.current"), 0
 )
@@ -44,23 +61,24 @@ torch.compile = lambda function: function
 start = dist.init_process_group
 dist.init_process_group = lambda *args, **kwargs: start("gloo", store=dist.HashStore(), **kwargs)
 
-# nano-vllm works in place on what float() and to() return. In 16 bits those are copies; so they are here
-# in fp32, in which its tokens can be compared with another program's.
+# nano-vllm works in place on what float() and to() return. In 16 bits those are copies; so they are
+# here in fp32, in which its tokens can be compared with another program's.
 torch.Tensor.to = copying(torch.Tensor.to)
 torch.Tensor.float = lambda tensor: tensor.to(torch.float32)
 
 flash_attn.install()  # before the engine is imported
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
+from nanovllm.engine.scheduler import Scheduler  # noqa: E402
+from nanovllm.layers import attention  # noqa: E402
 
-
-def main():
-    checkpoint, *prompts = sys.argv[1:]
-    llm = LLM(checkpoint, enforce_eager=True, max_model_len=1024, max_num_batched_tokens=1024)
-    greedy = SamplingParams(temperature=1e-9, max_tokens=16)
-    for prompt, output in zip(prompts, llm.generate(prompts, greedy), strict=True):
-        print(f"{prompt!r}: {output['text']!r}")
-
-
-if __name__ == "__main__":
-    main()
+llm = LLM(job["model"], enforce_eager=True, max_model_len=1024, max_num_batched_tokens=400)
+seen = Counter()
+counted(Scheduler, "preempt", seen)
+counted(attention, "flash_attn_varlen_func", seen)
+counted(attention, "flash_attn_with_kvcache", seen)
+greedy = SamplingParams(temperature=1e-9, max_tokens=job["max_tokens"], ignore_eos=True)
+answers = [x["token_ids"] for x in llm.generate(job["prompts"], greedy, use_tqdm=False)]
+said = {"answers": answers, "seen": seen, "pages": len(llm.scheduler.block_manager.blocks)}
+with open(sys.argv[2], "w", encoding="utf-8") as file:
+    json.dump(said, file)
