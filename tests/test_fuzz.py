@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from quire.bench.common.hf_checkpoint import save_checkpoint
-from quire.bench.common.traces import load_mooncake
+from quire.bench.common.traces import LOADERS
 from quire.models.chat import ChatTemplate
 from quire.models.config.hf import load_config
 from quire.models.config.named import get_config
@@ -26,7 +26,7 @@ from quire.models.loading.locate import locate_checkpoint
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from quire.models.tokenizer import find_tokenizer
-from tests.bench.test_replay import mooncake, write
+from tests.bench.test_replay import bailian, call, mooncake, session, write
 from tests.support.models.toy import ToyModel
 
 pytest.importorskip("tokenizers")
@@ -119,7 +119,10 @@ def directory(tmp_path_factory):
     for name, value in files.items():
         (path / name).write_text(json.dumps(value))
     gguf_files.write(path / "x.gguf", gguf_files.make("llama"), "Q8_0")
+    agent = {"t": 1, "type": "subagent", "requests": [call(2.5, 64, [1])]}
     write(path / "mooncake.jsonl", *[mooncake()] * 3)
+    write(path / "bailian.jsonl", *[bailian(1, -1)] * 3)
+    write(path / "weka.jsonl", *[session("a", call(0, 128, [1, 2]), agent)] * 3)
     return path
 
 
@@ -144,8 +147,8 @@ def read_template(path, llm):
     ChatTemplate.of_directory(path).render([{"role": "user", "content": "a"}])
 
 
-def read_trace(path, llm):
-    return [request.tokens(0) for request in load_mooncake(path / "mooncake.jsonl")]
+def trace(name):
+    return lambda path, llm: [r.tokens(0)[:9] for r in LOADERS[name](path / f"{name}.jsonl", None)]
 
 
 # file: (reader, bytes from the start that are changed)
@@ -157,7 +160,7 @@ FORMATS = {
     "tokenizer_config.json": (read_template, 10**6),
     "model.safetensors": (lambda path, llm: load_model(path), 3000),
     "x.gguf": (read_gguf, 8000),
-    "mooncake.jsonl": (read_trace, 10**6),
+    **{f"{name}.jsonl": (trace(name), 10**6) for name in LOADERS},
 }
 
 

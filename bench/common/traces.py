@@ -1,7 +1,13 @@
-"""Request traces in Mooncake's format (kvcache-ai, ``FAST25-release/traces``): one JSON object a
-line, with an id for each started block of 512 prompt tokens, and times in ms.
+"""Request traces in three public formats, one JSON object a line.
+
+    mooncake  kvcache-ai, ``FAST25-release/traces``: ids of 512 prompt tokens, times in ms
+    bailian   alibaba-edu, ``qwen-bailian-usagetraces-anon``: ids of 16 prompt tokens
+    weka      agentic coding sessions, one object each (a file, a folder of files, or one a line);
+              ids of ``block_size`` prompt tokens, of one session or "global"
 
 Files ending in ``.xz`` are decompressed. Equal ids after equal prefixes stand for equal tokens.
+Readers raise ValueError for a bad line, an empty file, or one that cannot be read; it names file,
+line and fault.
 """
 
 from __future__ import annotations
@@ -9,16 +15,18 @@ from __future__ import annotations
 import json
 import lzma
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-BLOCK_TOKENS = 512
+BLOCK_TOKENS = 512  # of Mooncake
+MAX_BLOCK = 1 << 16
 MAX_LENGTH = 1 << 26  # tokens of a request
 MAX_LINE = 1 << 26  # bytes; a longer line is read in parts, which are no JSON
 ANSWER_TOKENS = 1 << 30  # token ids from here on are answers that no later prompt repeats
@@ -33,6 +41,7 @@ class TraceRequest:
         input, output: tokens. Output 0 is a look-up: it asks for a hit and runs nothing.
         ids: [n] int64, one for each block of `ids_block_size` tokens. The first
             ceil(input / ids_block_size) cover the prompt; further ones go on into a known answer.
+        scope: requests of different scopes share nothing (tenants, or ids local to a session).
     """
 
     arrival: float
@@ -40,6 +49,7 @@ class TraceRequest:
     output: int
     ids: np.ndarray = field(repr=False)
     ids_block_size: int
+    scope: str = ""
 
     def __post_init__(self) -> None:
         lengths = f"{self.input} and {self.output}"
@@ -86,27 +96,85 @@ class Numbering:
         return result
 
 
-def load_mooncake(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests (None: all) of a file; an answer has at least one token.
+def load_lines(
+    path: str | Path, limit: int | None = None, *, size: int, unit: int
+) -> list[TraceRequest]:
+    """The first `limit` requests (None: all) of a file with one a line, in its order.
 
-    Raises:
-        ValueError: a bad line, an empty file, or one that cannot be read; names file and fault.
+    Args:
+        size: tokens of a block.
+        unit: timestamps of a second.
     """
-    number, requests = Numbering(BLOCK_TOKENS), []
-    for where, row in islice(_objects(Path(path)), limit):
-        milliseconds = _field(row, "timestamp", (int, float), where)
-        length, output = (_field(row, n, int, where) for n in ("input_length", "output_length"))
-        ids = _field(row, "hash_ids", list, where)
-        try:
-            known = number(ids[: -(-length // BLOCK_TOKENS)])
-            time = float(milliseconds) / 1000
-            requests.append(TraceRequest(time, length, output or 1, known, BLOCK_TOKENS))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"trace: {where}: {error}") from error
-    if not requests:
-        name = Path(path).name
-        raise ValueError(f"trace: expected at least one request in {name}, got an empty file")
-    return requests
+    number = Numbering(size)
+    requests = [
+        _request(row, where, number, size, ("timestamp", "input_length", "output_length"), unit)
+        for where, row in islice(_objects(path), limit)
+    ]
+    return _some(requests, path)
+
+
+def load_weka(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
+    """The first `limit` requests of sessions and their subagents, in the order of their times.
+
+    Each session starts at its own recorded time. A prompt whose last, partial block has no id ends
+    in tokens of its own.
+    """
+    requests: list[TraceRequest] = []
+    numbers: dict[int, Numbering] = {}
+    path = Path(path)
+    files = sorted(path.glob("*.json*")) if path.is_dir() else [path]
+    for session, (where, trace) in enumerate(pair for file in files for pair in _objects(file)):
+        size = _field(trace, "block_size", int, where)
+        if not 1 <= size <= MAX_BLOCK:
+            raise ValueError(f"trace: {where}: block_size: expected 1..{MAX_BLOCK}, got {size}")
+        number = numbers.setdefault(size, Numbering(size))
+        scope = trace.get("hash_id_scope", "local")
+        if scope not in ("local", "global"):
+            raise ValueError(
+                f"trace: {where}: hash_id_scope: expected 'local' or 'global', got {scope!r:.60}"
+            )
+        name = "" if scope == "global" else str(trace.get("id", session))
+        for row in _calls(trace, where):
+            length, ids = _field(row, "in", int, where), _field(row, "hash_ids", list, where)
+            if length % size and len(ids) == length // size:
+                row = row | {"hash_ids": [*ids, ("tail", session, len(requests))]}
+            requests.append(_request(row, where, number, size, ("t", "in", "out"), scope=name))
+    requests.sort(key=lambda r: r.arrival)
+    return _some(requests[:limit], path)
+
+
+load_mooncake = partial(load_lines, size=BLOCK_TOKENS, unit=1000)
+LOADERS: dict[str, Callable[[str | Path, int | None], list[TraceRequest]]] = {
+    "mooncake": load_mooncake,
+    "bailian": partial(load_lines, size=16, unit=1),
+    "weka": load_weka,
+}
+
+
+def _calls(trace: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    """Model calls of a session and of its subagents."""
+    for row in _field(trace, "requests", list, where):
+        if not isinstance(row, dict):
+            raise ValueError(f"trace: {where}: requests: expected objects, got {row!r:.60}")
+        if row.get("type") == "subagent":
+            yield from _calls(row, where)
+        else:
+            yield row
+
+
+def _request(
+    row: dict[str, Any], where: str, number: Numbering, size: int, names: tuple[str, str, str],
+    unit: int = 1, scope: str = "",
+) -> TraceRequest:  # fmt: skip
+    """The request of a row with these fields of time and lengths; an answer has a token or more."""
+    time = _field(row, names[0], (int, float), where)
+    length, output = (_field(row, name, int, where) for name in names[1:])
+    ids = _field(row, "hash_ids", list, where)
+    try:
+        known = number(ids[: -(-length // size)])
+        return TraceRequest(float(time) / unit, length, output or 1, known, size, scope)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"trace: {where}: {error}") from error
 
 
 def _field(row: dict[str, Any], name: str, kind: Any, where: str) -> Any:
@@ -118,20 +186,24 @@ def _field(row: dict[str, Any], name: str, kind: Any, where: str) -> Any:
     return value
 
 
-def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, JSON object) of each line that is not blank."""
+def _some(requests: list[TraceRequest], path: str | Path) -> list[TraceRequest]:
+    if not requests:
+        name = Path(path).name
+        raise ValueError(f"trace: expected at least one request in {name}, got an empty file")
+    return requests
+
+
+def _objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, JSON object) of a file that holds one object in all (.json) or one a line."""
+    path = Path(path)
     with _open(path) as lines:
+        if path.name.removesuffix(".xz").endswith(".json"):
+            yield path.name, _parse_object(lines.read(MAX_LINE), path.name)
+            return
         for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE), b""), start=1):
-            if not line.strip():
-                continue
-            where = f"{path.name}, line {number}"
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):
-                value = None
-            if not isinstance(value, dict):
-                raise ValueError(f"trace: {where}: expected a JSON object, got {line[:60]!r}")
-            yield where, value
+            if line.strip():
+                where = f"{path.name}, line {number}"
+                yield where, _parse_object(line, where)
 
 
 @contextmanager
@@ -145,3 +217,13 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
     except (OSError, EOFError, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"trace: cannot read {str(path)!r}: {reason}") from error
+
+
+def _parse_object(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"trace: {where}: expected a JSON object, got {text[:60]!r}")
+    return value

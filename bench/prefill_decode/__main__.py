@@ -2,7 +2,7 @@
 right, then says how fast it was.
 
     python -m bench.prefill_decode
-    python -m bench.prefill_decode --json result.json
+    python -m bench.prefill_decode --json result.json --plot result.png
     python -m bench.prefill_decode --model gemma4-tiny --split
     python -m bench.prefill_decode --trace conversation.jsonl.xz --limit 40 --scale 0.05
     python -m bench.prefill_decode --model gemma4-tiny --retention 64 --no-baseline --scale 0.2
@@ -72,11 +72,12 @@ from quire.models.llm import DRAFTERS
 from quire.models.tokenizer import NUM_SPECIAL
 
 from ..common.floors import device_rates
-from ..common.results import write_json
+from ..common.results import require_matplotlib, write_json
 from ..common.traces import load_mooncake
 from ..common.workload import Workload, chat_workload, retention, trace_workload
 from .build import BenchModel, build_model
 from .drive import Key, WorkloadRun, run_workload
+from .plot import save_plot
 from .ranks import run_on_ranks
 from .report import about, comparison, metrics, speculation, tiers
 from .text import header, split_table, table
@@ -97,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     threads_before = torch.get_num_threads()
     try:
         torch.set_num_threads(args.threads)
+        if args.plot:
+            require_matplotlib(args.plot)
         if args.trace:  # what is wrong with it is said before a model is built
             load_mooncake(args.trace, args.limit)
         device = find_device(args.device)
@@ -114,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(header(result), table(result), sep="\n\n")
         if args.split:
             print("", split_table(result), sep="\n")
+        if args.plot:
+            save_plot(result, args.plot)
     except WrongOutput as error:
         if args.json and args.json.is_file():
             args.json.unlink()  # what was known before
@@ -294,6 +299,7 @@ def _parser() -> Parser:
     add("--no-baseline", action="store_true", help="skip the run with caching off")
     add("--split", action="store_true", help="print the CPU time of each part of a step")
     add("--json", type=output_file, metavar="FILE", help="write all numbers, after each run")
+    add("--plot", type=output_file, metavar="FILE", help="write a picture (extra: plot)")
     seed = integer(0, 2**63 - 1)
     add("--seed", type=seed, default=0, metavar="N", help="of weights, lengths and tokens")
     return parser

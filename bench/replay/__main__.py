@@ -32,7 +32,7 @@ from quire.models.command import Parser, Refused, integer, number, output_file, 
 from quire.models.integrations import require
 
 from ..common.results import require_matplotlib, table, write_json
-from ..common.traces import load_mooncake
+from ..common.traces import LOADERS
 from ..common.workload import retention
 from ..kvcore.__main__ import VLLM_VERSION
 from .experiment import EVICTIONS, Row, empty_cache, pool_pages, run_grid
@@ -65,19 +65,18 @@ HOST_COLUMNS = (
 
 
 def make_workload(text: str, limit: int | None, seed: int) -> TraceWorkload:
-    """The workload of ``mooncake:path`` or ``generator[:name=value,...]``.
+    """The workload of ``format:path`` or ``generator[:name=value,...]``.
 
     Raises:
         ValueError: an unknown name, or a value that the generator cannot have.
     """
     name, _, rest = text.partition(":")
-    if name == "mooncake":
+    if name in LOADERS:
         if not rest:
-            raise ValueError(f"workload: expected mooncake:PATH, got {text!r}")
-        return TraceWorkload(name, load_mooncake(rest, limit))
+            raise ValueError(f"workload: expected {name}:PATH, got {text!r}")
+        return TraceWorkload(name, LOADERS[name](rest, limit))
     if name not in GENERATORS:
-        names = ["mooncake", *GENERATORS]
-        raise ValueError(f"workload: expected one of {names}, got {name!r}")
+        raise ValueError(f"workload: expected one of {[*LOADERS, *GENERATORS]}, got {name!r}")
     known = inspect.signature(GENERATORS[name]).parameters
     options: dict[str, float] = {"seed": seed} if "seed" in known else {}
     for part in filter(None, rest.split(",")):
@@ -160,8 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser("bench.replay", __doc__)
     add, rate = parser.add_argument, number(above=True)
-    generators = ", ".join(GENERATORS)
-    source = f"mooncake:PATH, or a generator ({generators}) with :name=value,..."
+    loaders, generators = ", ".join(LOADERS), ", ".join(GENERATORS)
+    source = f"FORMAT:PATH ({loaders}), or a generator ({generators}) with :name=value,..."
     add("--workload", nargs="+", default=["round-robin"], help=f"{source}; default: round-robin")
     pages = {"choices": list(PRESETS), "help": "sizes of its pages; default: gemma-4-31b"}
     add("--model", nargs="+", default=["gemma-4-31b"], **pages)

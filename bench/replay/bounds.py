@@ -127,6 +127,6 @@ def tail_pages(cache: KVCache) -> list[int]:
 
 def dense_working_set(workload: TraceWorkload, cache: KVCache) -> int:
     """Dense pages of all distinct ids of the trace, each counted once."""
-    distinct = {(i, r.ids_block_size) for r in workload.requests for i in r.ids.tolist()}
-    tokens = sum(size for _, size in distinct)
+    distinct = {(r.scope, i, r.ids_block_size) for r in workload.requests for i in r.ids.tolist()}
+    tokens = sum(size for _, _, size in distinct)
     return -(-tokens // cache.alignment) * cache.layout.pages_per_segment

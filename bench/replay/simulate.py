@@ -41,13 +41,17 @@ class TraceWorkload:
         """Hashed prompts, computed once for all caches of this alignment."""
         if cache.alignment not in self._prompts:
             self._prompts[cache.alignment] = [
-                cache.match(r.tokens(i)[: r.input]).prompt for i, r in enumerate(self.requests)
+                cache.match(r.tokens(i)[: r.input], salt=r.scope.encode()).prompt
+                for i, r in enumerate(self.requests)
             ]
         return self._prompts[cache.alignment]
 
     def chains(self, cache: KVCache) -> list[bytes]:
         """Keys of each prompt with its answer, 32 bytes a segment."""
-        return [cache.match(r.tokens(i)).prompt.keys for i, r in enumerate(self.requests)]
+        return [
+            cache.match(r.tokens(i), salt=r.scope.encode()).prompt.keys
+            for i, r in enumerate(self.requests)
+        ]
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,10 @@ class VLLMReplay(Replay):
     def _request(self, number: int) -> Request:
         request = self.requests[number]
         prompt = request.tokens(number)[: request.input].tolist()
+        salt = request.scope or None
         return Request(
             str(number), prompt, SamplingParams(max_tokens=max(1, request.output)), None,
-            block_hasher=self._hasher,
+            cache_salt=salt, block_hasher=self._hasher,
         )  # fmt: skip
 
     def _look_up(self, number: int) -> int:

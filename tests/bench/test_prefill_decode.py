@@ -2,8 +2,10 @@
 
 import functools
 import json
+import lzma
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,12 +135,29 @@ def test_json_and_text(reported):
         assert text in out
 
 
-def test_a_trace_of_requests(reported, tmp_path):
+def examples():
+    lines = [line.strip() for line in prefill_decode.__doc__.splitlines()]
+    return [line for line in lines if line.startswith("python -m bench.prefill_decode")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", examples())
+def test_examples_of_the_usage_text(line, tmp_path, monkeypatch):
+    """Each example runs as written, on a tiny model and with less to do."""
+    monkeypatch.chdir(tmp_path)
     row = '{"timestamp": %d, "input_length": 700, "output_length": 40, "hash_ids": [0, %d]}\n'
-    (tmp_path / "trace.jsonl").write_text(row % (1, 1) + row % (2, 2))
-    result, _ = reported(*TINY, "--trace", str(tmp_path / "trace.jsonl"), "--no-baseline")
-    assert result["workload"]["requests"] == result["check"]["requests"] == 2
-    assert result["workload"]["prompt_tokens"] == 2 * 70 and result["uncached"] is None
+    data = (row % (1, 1) + row % (2, 2)).encode()
+    Path("conversation.jsonl.xz").write_bytes(lzma.compress(data))
+    arguments = line.split()[3:]
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib", reason="matplotlib draws the picture")
+    # Drafts are of this model's own kind; all others may run a smaller one.
+    model = ["--model", "deepseek-v4-tiny"] if "--speculate" in arguments else []
+    tiny = TINY if "--trace" in arguments else ONE
+    assert prefill_decode.main([*arguments, *tiny, *model]) == 0
+    for option in ("--json", "--plot"):
+        if option in arguments:
+            assert Path(arguments[arguments.index(option) + 1]).stat().st_size > 1000
 
 
 @pytest.mark.slow
@@ -226,9 +245,11 @@ def test_one_wrong_token_is_named(built, run, monkeypatch):
         ("--host-cache 1 --speculate ngram", "host_cache: expected no --speculate"),
         ("--tensor-parallel-size 2 --speculate ngram", "tensor_parallel_size: expected no"),
         ("--speculate mtp", "model: expected one with MTP layers"),
+        ("--plot x.png", "pip install 'quire-attention[plot]'"),
     ],
 )
-def test_errors_name_the_argument(arguments, message, capsys):
+def test_errors_name_the_argument(arguments, message, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert prefill_decode.main([*TINY, *arguments.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and message in captured.err

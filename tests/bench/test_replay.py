@@ -8,7 +8,13 @@ from itertools import combinations, takewhile
 import numpy as np
 import pytest
 
-from quire.bench.common.traces import ANSWER_TOKENS, Numbering, TraceRequest, load_mooncake
+from quire.bench.common.traces import (
+    ANSWER_TOKENS,
+    LOADERS,
+    Numbering,
+    TraceRequest,
+    load_mooncake,
+)
 from quire.bench.replay.__main__ import main, make_workload
 from quire.bench.replay.bounds import clairvoyant_hits, dense_working_set, segment_uses
 from quire.bench.replay.experiment import EVICTIONS, empty_cache, pool_pages, run_grid
@@ -29,6 +35,27 @@ def mooncake(**fields):
     return {"timestamp": 0, "input_length": 5, "output_length": 3, "hash_ids": [1]} | fields
 
 
+def bailian(chat, parent, **fields):
+    row = {"chat_id": chat, "parent_chat_id": parent, "timestamp": chat / 2, "turn": 1}
+    row |= {"input_length": 40, "output_length": 5, "type": "text", "hash_ids": [10**18, 2, 3]}
+    return row | fields
+
+
+def call(time, size, ids, out=10):
+    return {"t": time, "type": "n", "model": "m", "in": size, "out": out, "hash_ids": ids}
+
+
+def session(name, *requests, **fields):
+    row = {"id": name, "block_size": 64, "hash_id_scope": "local", "requests": list(requests)}
+    return row | fields
+
+
+def shared(a, b):
+    """Tokens that the prompts of two requests have in common at the start."""
+    pairs = zip(a.tokens(0)[: a.input], b.tokens(1)[: b.input], strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.xz"])
 def test_requests_of_a_file(tmp_path, name):
     """The second shares two blocks with the first, and an empty answer is no look-up."""
@@ -41,29 +68,58 @@ def test_requests_of_a_file(tmp_path, name):
     first, second = load_mooncake(path)
     assert (first.arrival, first.input, first.output, first.ids_block_size) == (1.5, 1030, 9, 512)
     assert second.output == 1 and len(load_mooncake(path, 1)) == 1
-    pairs = zip(first.tokens(0)[:1030], second.tokens(1)[:1100], strict=False)
-    assert sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) == 1024
+    assert shared(first, second) == 1024
+
+
+def test_bailian(tmp_path):
+    rows = [bailian(5, -1), bailian(6, -1, hash_ids=[4, 5, 6])]
+    rows += [bailian(9, 5, input_length=64, hash_ids=[10**18, 2, 8, 9]), bailian(11, 9)]
+    a, b, c, d = LOADERS["bailian"](write(tmp_path / "qwen.jsonl", *rows), None)
+    assert a.arrival == 2.5 and a.ids_block_size == 16
+    assert shared(a, c) == 32 and shared(a, b) == 0 and shared(a, d) == 40
+
+
+def test_weka_sessions_subagents_and_scopes(tmp_path):
+    sub = {"t": 2.0, "type": "subagent", "agent_id": "x", "requests": [call(2.5, 128, [1, 9])]}
+    one = session("one", call(0.0, 128, [1, 2]), sub, call(3.0, 150, [1, 2]))
+    two = session("two", call(1.0, 128, [1, 2]))
+    a, b, c, d = LOADERS["weka"](write(tmp_path / "weka.jsonl", one, two), None)
+    assert [r.arrival for r in (a, b, c, d)] == [0.0, 1.0, 2.5, 3.0]
+    assert a.scope == c.scope != b.scope
+    assert shared(a, c) == 64 and shared(a, d) == 128 and d.input == 150
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for trace in (one, two):
+        write(folder / f"{trace['id']}.json", trace | {"hash_id_scope": "global"})
+    everywhere = LOADERS["weka"](folder, None)
+    assert {r.scope for r in everywhere} == {""} and len(everywhere) == 4
+    assert len(LOADERS["weka"](folder, 3)) == 3
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("name", "row", "message"),
     [
-        ([1], "expected a JSON object"),
-        (mooncake(timestamp=None), "timestamp: expected int or float, got None"),
-        (mooncake(timestamp=float("nan")), "expected a finite time, got nan"),
-        (mooncake(timestamp=10**400), "int too large"),
-        (mooncake(input_length=True), "input_length: expected int, got True"),
-        (mooncake(input_length=0), "expected input >= 1 and output >= 0, got 0"),
-        (mooncake(output_length=-1), "expected input >= 1 and output >= 0, got 5"),
-        (mooncake(output_length=10**12), "expected at most 67108864 tokens"),
-        (mooncake(hash_ids=3), "hash_ids: expected list, got 3"),
-        (mooncake(input_length=513), "hash_ids: expected 2 ids for 513 tokens, got 1"),
-        (mooncake(hash_ids=[{}]), "unhashable"),
+        ("mooncake", [1], "expected a JSON object"),
+        ("mooncake", mooncake(timestamp=None), "timestamp: expected int or float, got None"),
+        ("mooncake", mooncake(timestamp=float("nan")), "expected a finite time, got nan"),
+        ("mooncake", mooncake(timestamp=10**400), "int too large"),
+        ("mooncake", mooncake(input_length=True), "input_length: expected int, got True"),
+        ("mooncake", mooncake(input_length=0), "expected input >= 1 and output >= 0, got 0"),
+        ("mooncake", mooncake(output_length=-1), "expected input >= 1 and output >= 0, got 5"),
+        ("mooncake", mooncake(output_length=10**12), "expected at most 67108864 tokens"),
+        ("mooncake", mooncake(hash_ids=3), "hash_ids: expected list, got 3"),
+        ("mooncake", mooncake(input_length=513), "hash_ids: expected 2 ids for 513 tokens, got 1"),
+        ("mooncake", mooncake(hash_ids=[{}]), "unhashable"),
+        ("weka", session("a", 3), "requests: expected objects, got 3"),
+        ("weka", session("a", call(0, 640, [1])), "hash_ids: expected 10 ids for 640 tokens"),
+        ("weka", session("a", hash_id_scope="odd"), "expected 'local' or 'global', got 'odd'"),
+        ("weka", session("a", block_size=0), "block_size: expected 1..65536, got 0"),
+        ("weka", session("a", block_size=2**40), "block_size: expected 1..65536, got"),
     ],
 )
-def test_bad_lines_are_named(row, message, tmp_path):
+def test_bad_lines_are_named(name, row, message, tmp_path):
     with pytest.raises(ValueError, match=f"trace: t.jsonl, line 1: .*{message}"):
-        load_mooncake(write(tmp_path / "t.jsonl", row))
+        LOADERS[name](write(tmp_path / "t.jsonl", row), None)
 
 
 LINES = "\n".join([json.dumps(mooncake())] * 500).encode()
@@ -402,7 +458,7 @@ def test_rows_are_written_before_a_later_error(tmp_path, capsys):
         "--workload round-robin:gap=nan", "--workload round-robin:gap",
         "--workload pr40676:rate=0", "--workload round-robin:sessions=2000000000",
         "--workload pr43447:tokens=2000000000", "--workload mooncake:",
-        "--workload mooncake:/nowhere", "--pool 25% 25", "--pool nan%",
+        "--workload mooncake:/nowhere", "--workload weka:/", "--pool 25% 25", "--pool nan%",
         "--eviction lru nope", "--eviction quire.kvcore:Ranked", "--eviction nope:X",
         "--eviction math:pi", "--retention auto 33", "--retention 0", "--limit -3", "--chunk 0",
         "--max-requests 0",
