@@ -40,18 +40,6 @@ def test_ragged_requests_and_a_prefix_hit_equal_each_alone(name):
     assert run.check(hit).num_cached_tokens > 0
 
 
-def first_layers(name, num_layers, num_experts):
-    """The first layers of a DeepSeek-V4 configuration with fewer experts and without a drafter."""
-    config = get_config(name)
-    return dataclasses.replace(
-        config,
-        layer_types=config.layer_types[:num_layers],
-        mlp_layer_types=config.mlp_layer_types[:num_layers],
-        num_experts=num_experts,
-        num_mtp_layers=0,
-    )
-
-
 def error_over_budget(model, length):
     """The largest error of the logits of a prompt and a few tokens, over twice that of a full pass.
 
@@ -197,7 +185,9 @@ def test_jobs_are_right(name, capsys):
 @pytest.mark.skipif(DRY_RUN, reason="16 GB of weights")
 def test_real_widths():
     """Four layers of Flash, of each kind, with fewer experts."""
-    config = first_layers("deepseek-v4-flash", 4, 8)
+    config = get_config("deepseek-v4-flash")
+    layers = {name: getattr(config, name)[:4] for name in ("layer_types", "mlp_layer_types")}
+    config = dataclasses.replace(config, **layers, num_experts=8, num_mtp_layers=0)
     with torch.inference_mode():
         model = random_model(config, device=DEVICE, dtype=torch.bfloat16)
         assert error_over_budget(model, 700) <= 1

@@ -11,14 +11,7 @@ from quire.kernels import IndexPages, LatentPages, page_bytes
 from quire.kernels.common.latent_pages import dequantize_groups, quantize_groups
 from tests.kernels.oracles import latent_write as reference
 from tests.support.helpers import DEVICE, NAN
-
-POISON = 0xAB
-
-
-def byte_pages(num_pages, width, stride):
-    """[num_pages, width] uint8 with rows ``stride`` bytes apart, all of one value, and the memory that they are a view of."""
-    pool = torch.full((num_pages * stride,), POISON, dtype=torch.uint8, device=DEVICE)
-    return pool.as_strided((num_pages, width), (stride, 1)), pool
+from tests.support.kernels.quantised import poisoned_pages
 
 
 def spread_rows(num_rows, dim, seed=0):
@@ -37,17 +30,14 @@ def test_page_sizes():
 
 @pytest.mark.parametrize("num_rows, dim", [(64, 128), (2, 128), (3, 16)])
 def test_index_bytes(num_rows, dim):
-    width = num_rows * (dim + 4)
-    data, pool = byte_pages(3, width, -(-width // 16) * 16)
-    expected, expected_pool = byte_pages(3, width, -(-width // 16) * 16)
-    pages = IndexPages(data, num_rows, dim)
+    pages, expected = (poisoned_pages(3, num_rows, dim, dtype=torch.uint8) for _ in range(2))
     rows = spread_rows(4, dim)
     slots = torch.tensor([2 * num_rows, 1, -1, num_rows + 1], device=DEVICE)
     pages.write(slots, rows)
     for row, slot in zip(rows, slots.tolist(), strict=True):
         if slot >= 0:
-            reference.write_index_bytes(expected, num_rows, slot, row)
-    assert pool.equal(expected_pool)
+            reference.write_index_bytes(expected.data, num_rows, slot, row)
+    assert pages.data._base.equal(expected.data._base)
     for got, row, slot in zip(pages.read(slots), rows, slots.tolist(), strict=True):
         quantized, exponent = reference.quantize(row.tolist())
         want = [reference.e4m3_value(q) * 2.0**exponent for q in quantized]
