@@ -5,7 +5,7 @@ import io
 import math
 import pickle
 import struct
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from types import GeneratorType
 
 from quire.kvcore import AllBlocksCleared, BlockStored, EventLog, KVCache
@@ -240,8 +240,8 @@ class _Pickler(pickle.Pickler):
         return copyreg.__newobj__, (type(x),), {k: v for k, v in held.items() if k not in SCRATCH}
 
 
-def digest(root: object) -> bytes:
-    """Hash of all objects reachable from `root`: equal after a call that changed nothing."""
+def contents(root: object) -> bytes:
+    """All objects reachable from `root`: equal after a call that changed nothing."""
     out = io.BytesIO()
     _Pickler(out).dump(root)
-    return blake2b(out.getbuffer()).digest()
+    return out.getvalue()

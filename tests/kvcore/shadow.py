@@ -22,7 +22,7 @@ from quire.kvcore.events import split_keys
 from quire.kvcore.invariants import check_index
 from quire.kvcore.tier import Job, TierMatch, Tiers
 from tests.kvcore.engine import POISON, Device, Request, Text
-from tests.kvcore.expected import Promises, Reader, digest, interval_of
+from tests.kvcore.expected import Promises, Reader, contents, interval_of
 
 MAX_REQUESTS = 5
 SALTS = (b"", b"", b"", b"tenant", b"adapter 1")
@@ -295,11 +295,11 @@ class Life:
             getattr(self, self.rng.choice(("evict", "evict_pages", "release", "clear", step)))()
         rid = self.rng.choice((next(self.names), f"r{next(self.names)}", ("r", next(self.names))))
         if isinstance(self.policy, Moody) and self.rng.random() < 0.2:
-            before, mood = digest(self.kv), self.policy.fails
+            before, mood = contents(self.kv), self.policy.fails
             self.policy.fails = "asked"
             assert self.try_call("admit", rid, match) is None
             self.policy.fails = mood
-            assert digest(self.kv) == before, "a refused admission left traces"
+            assert contents(self.kv) == before, "a refused admission left traces"
         slot = self.call("admit", rid, match, resumed=self.rng.random() < 0.2)
         assert self.kv.slot_of(rid) == slot
         match = self.call("match", match.prompt, max_tokens=max_tokens)

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from quire.kvcore import LRU, Adaptive, GroupSpec, KVCache
-from quire.kvcore.policies.returns import Record, Returns, hazard
+from quire.kvcore.policies import returns
+from quire.kvcore.policies.returns import hazard
+from quire.kvcore.tier import Tiers, stores
 from tests.kvcore.engine import Runner
+from tests.kvcore.expected import contents
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,21 +82,6 @@ def test_a_policy_gives_back_each_entry_once(make):
     assert popped(policy) == [b"0"]
 
 
-@pytest.mark.parametrize("policy", [Adaptive, LRU])
-def test_a_policy_remembers_no_more_than_what_is_filed(policy):
-    """Every request that shares a chain takes its entry out and files it again."""
-    p, entries = policy(), [Fake(key(depth), depth=depth) for depth in range(1, 5)]
-    p.add(entries[3])  # which stays
-    for _ in range(5000):
-        for entry in entries[:3]:
-            p.discard(entry)
-            p.add(entry)
-    containers = [c for c in vars(p).values() if hasattr(c, "__len__")]
-    containers += [heap for c in containers if isinstance(c, dict) for heap in c.values() if isinstance(heap, list)]  # fmt: skip
-    assert max(map(len, containers)) <= 4 * len(entries) + 1024
-    assert entries[3] in p.coming(4)
-
-
 @pytest.mark.parametrize("make", [LRU, Adaptive])
 def test_the_least_recently_used_goes_first_and_the_deepest_among_equals(make):
     policy = make()
@@ -103,13 +91,12 @@ def test_the_least_recently_used_goes_first_and_the_deepest_among_equals(make):
     assert popped(policy) == [b"c", b"b", b"a", b"d"]
 
 
-def edited_chats(policy, turns, first=0):
+def edited_chats(policy, turns: int) -> None:
     """Ask prompts of ten segments, each resumed one segment before its end by the next.
 
-    Each leaves entries at that segment, at its end and after the answer. Returns those of the last
-    prompt.
+    Each leaves entries at that segment, at its end and after the answer.
     """
-    for turn in range(first, first + turns):
+    for turn in range(turns):
         said = [f"{turn}.{i}" for i in range(10)]
         policy.asked(key(*said), 0, (10, 10, 9, 0))
         edited = Fake(key(said[8]), last_used=3 * turn, depth=9)
@@ -117,9 +104,8 @@ def edited_chats(policy, turns, first=0):
         answer = Fake(key(f"answer{turn}"), last_used=3 * turn + 1, depth=11, shorter=end)
         for entry in (edited, end, answer):
             policy.add(entry)
-        if turn < first + turns - 1:
+        if turn < turns - 1:
             policy.asked(key(*said[:9], f"new{turn}"), 9, (10, 10, 9, 0))
-    return edited, end, answer
 
 
 @pytest.mark.parametrize("returned", [False, True])
@@ -232,23 +218,14 @@ def test_adaptive_knows_a_chain_that_was_shortened():
     assert policy._filed[entry][1] is record
 
 
-def test_adaptive_forgets_old_keys():
-    policy = Adaptive()
-    for i in range(5000):
-        policy.asked(key(i), 0, (1, 0, 0, 0))  # an entry that is never cached
-        policy.add(Fake(key(f"other {i}"), last_used=i))
-        policy.pop()
-    assert len(policy._returns.records) <= 1100 and len(policy._returns.left) == 1024
-
-
 def test_returns_forget_the_record_that_was_renewed_first():
-    returns, record = Returns(), Record()
+    known, record = returns.Returns(), returns.Record()
     record.kind = "end"
     for i in range(1024):
-        returns.remember(key(i), record)
-    returns.renew(record, Fake(key(0)), is_used=False)
-    returns.remember(key(1024), record)
-    assert len(returns.records) == 1024 and next(iter(returns.records)) == key(2)
+        known.remember(key(i), record)
+    known.renew(record, Fake(key(0)), is_used=False)
+    known.remember(key(1024), record)
+    assert len(known.records) == 1024 and next(iter(known.records)) == key(2)
 
 
 # In a cache.
@@ -327,30 +304,25 @@ def test_coming(make, specs):
     assert gone[0] in found
 
 
-@pytest.mark.parametrize(
-    "specs", [((8, None),), ((8, None), (4, 10), STATE)], ids=["dense", "state"]
-)
-def test_long_traffic_keeps_memory_bounded(specs):
-    """Requests of a few prompts come, hit, decode and go, in a pool that is always full."""
-    e, rng = Runner(*specs, num_pages=60, policy=LRU()), random.Random(0)
-    prompts = [[rng.randrange(50) for _ in range(rng.randint(10, 100))] for _ in range(12)]
-    for i in range(150):
-        e.run(i, rng.choice(prompts), [7] * rng.randrange(8), chunk=16)
-        if i % 50 == 49:
-            stats, policy = e.kv.stats(), e.kv.index.policy
-            entries = stats["resume_points"] + stats["cached_segments"]
-            assert len(e.kv.index._useless) <= 2 * stats["cached_segments"]
-            assert len(policy._heap) + len(policy._tickets) <= 6 * entries + 1024
-    assert stats["evicted_segments"] > 25
-
-
-def test_a_prefix_without_a_resume_point_is_listed_once():
-    e = Runner((8, None), STATE)
-    for i in range(50):
-        e.admit(i, [1] * 30)
-        e.step(i)  # ends at no boundary: the state is kept nowhere
-        e.kv.release(i)
-    assert e.kv.stats()["resume_points"] == 0 and len(e.kv.index._useless) == 1
+@pytest.mark.parametrize(("make", "specs"), [(LRU, ((8, None),)), (Adaptive, ((8, None), STATE))])
+def test_long_traffic_keeps_memory_bounded(make, specs, monkeypatch):
+    """All that a cache and its host tier remember, of prompts that come again or never do."""
+    monkeypatch.setattr(stores, "REMEMBERED", 1)
+    monkeypatch.setattr(returns, "MEMORY", 1)
+    e, sizes = Runner(*specs, num_pages=40, policy=make()), []
+    tiers = Tiers(e.kv, num_pages=40, bytes_per_second=1e9, prefill_tokens_per_second=1.0)
+    e.admit("long", [9] * 30)  # its entries are taken out and filed again
+    e.finish_prompt("long")
+    for i in range(1900):
+        e.run(i, [i] * 17 if i % 4 else [7] * 25)
+        e.admit("ends early", [i] * 39)  # what it would leave is never cached
+        e.kv.release("ends early")
+        if i % 8 == 0:
+            for job in tiers.stores(1 << 30):
+                tiers.done(job)
+        if i > 780 and i % 60 == 59:
+            sizes.append(len(contents(e.kv)))
+    assert max(sizes[12:]) < 1.1 * max(sizes[:12])
 
 
 # Policies of a host tier.

@@ -21,7 +21,7 @@ from quire.kvcore import (
 from quire.kvcore.policies.base import Ranked
 from quire.kvcore.tier import Tiers
 from tests.kvcore.engine import Runner, groups
-from tests.kvcore.expected import digest
+from tests.kvcore.expected import contents
 
 NAN, INF = math.nan, math.inf
 OPTIONS = {"num_pages": 60, "max_requests": 2, "max_model_len": 100, "max_draft_tokens": 3}
@@ -191,10 +191,10 @@ CALLS = [  # name, arguments, keywords, and the start of the error
 def test_calls(name):
     kv = running()
     for _, args, options, message in (call for call in CALLS if call[0] == name):
-        before = digest(kv)
+        before = contents(kv)
         with pytest.raises(ValueError, match=message):
             getattr(kv, name)(*args, **options)
-        assert digest(kv) == before, (args, options)
+        assert contents(kv) == before, (args, options)
     kv.check_invariants()
 
 
@@ -234,11 +234,11 @@ def test_calls_that_need_something_first():
         (lambda: kv.match(match.prompt, salt=b"b"), "salt: expected that of the prompt"),
         (lambda: kv.match(match.prompt, extra_keys=[(0, 1, b"b")]), "extra_keys: expected those of the prompt"),
     ]  # fmt: skip
-    before = digest(kv)
+    before = contents(kv)
     for call, message in calls:
         with pytest.raises(ValueError, match=message):
             call()
-        assert digest(kv) == before, message
+        assert contents(kv) == before, message
     kv.commit(plan, [1] * 4)
     kv.admit("b", match)
     with pytest.raises(ValueError, match="all max_requests = 2 slots are taken"):
@@ -317,10 +317,10 @@ def test_calls_that_would_harm_a_step_in_flight(name):
     kv, a, b = in_flight()
     for action in before:
         action(kv, a, b)
-    digest_before = digest(kv)
+    before = contents(kv)
     with pytest.raises(ValueError, match=message):
         call(kv, a, b)
-    assert digest(kv) == digest_before
+    assert contents(kv) == before
     kv.check_invariants()
 
 
@@ -342,10 +342,10 @@ def test_calls_of_a_cache_without_tables():
         (lambda: kv.advance([0, 1], [8]), "slots, ends"),
         (lambda: kv.advance([0, 1], [8, 8], [8]), "slots, oldest_query"),
     ):  # fmt: skip
-        before = digest(kv)
+        before = contents(kv)
         with pytest.raises(ValueError, match=message):
             call()
-        assert digest(kv) == before, message
+        assert contents(kv) == before, message
 
 
 def test_calls_of_workers_and_tiers():

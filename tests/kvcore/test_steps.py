@@ -4,7 +4,7 @@ import pytest
 
 from quire.kvcore import GroupSpec, KVCache, OutOfPages, linear_table, paged_rows
 from tests.kvcore.engine import Runner, groups
-from tests.kvcore.expected import digest
+from tests.kvcore.expected import contents
 
 STATE = GroupSpec("state", "state", 4, 4096)
 LISTS = {"reads": "pages", "adopt": False, "append_only": True}
@@ -65,10 +65,10 @@ def planned(pages: int):
 def test_what_changes_a_page_or_a_request_voids_a_plan(name):
     kv, plan = planned(120)
     CHANGES[name](kv)
-    before = digest(kv)
+    before = contents(kv)
     with pytest.raises(ValueError, match=NEWER):
         kv.commit(plan, [3] * 20)
-    assert digest(kv) == before
+    assert contents(kv) == before
 
 
 def test_what_changes_nothing_and_what_fails_leaves_a_plan():
@@ -184,10 +184,10 @@ def test_pages_that_must_stay_available_refuse_a_request_and_change_nothing():
     kv.release(0)
     match = kv.match([1] * 21)
     every = kv.num_free_pages + kv.num_evictable_pages
-    before = digest(kv)
+    before = contents(kv)
     out = kv.admit("b", match, least=every)  # the hit needs some of these
     assert isinstance(out, OutOfPages) and out.needed == every > out.free + out.evictable
-    assert digest(kv) == before
+    assert contents(kv) == before
     most = out.free + out.evictable
     assert isinstance(kv.admit("b", match, least=most + 1), OutOfPages)
     slot = kv.admit("b", match, least=most)
