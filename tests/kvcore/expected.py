@@ -1,4 +1,4 @@
-"""Expected hits, from the documents and from events, and digests of everything a cache holds."""
+"""Expected hits, from the documents and from events; and all that a cache holds, as bytes."""
 
 import copyreg
 import io
@@ -8,7 +8,7 @@ import struct
 from hashlib import sha256
 from types import GeneratorType
 
-from quire.kvcore import AllBlocksCleared, BlockStored, EventLog, KVCache
+from quire.kvcore import AllBlocksCleared, BlockStored, EventLog, KVCache, tail_hashes
 from tests.kvcore.engine import Request, Text
 
 SCRATCH = {"_mark", "_checked", "_found", "_found_at"}  # attributes that remember nothing
@@ -101,17 +101,19 @@ class Reader:
     """
 
     def __init__(self, kv: KVCache, identities: bool = False) -> None:
-        groups, self.identities = kv.layout.groups, identities
+        self.groups, self.identities = kv.layout.groups, identities
         self.a, self.ahead, self.seed = kv.alignment, kv.layout.lookahead, kv.hash_seed
-        self.dense = [i for i, g in enumerate(groups) if g.kind == "dense"]
-        self.others = [i for i, g in enumerate(groups) if g.kind != "dense"]
+        self.dense = [i for i, g in enumerate(self.groups) if g.kind == "dense"]
+        self.others = [i for i, g in enumerate(self.groups) if g.kind != "dense"]
         tails = [
-            g.tail_blocks * g.block_size for g in groups if g.kind == "window" and g.tail_blocks
+            g.tail_blocks * g.block_size
+            for g in self.groups
+            if g.kind == "window" and g.tail_blocks
         ]
-        has_state = any(g.kind == "state" for g in groups)
+        has_state = any(g.kind == "state" for g in self.groups)
         self.span = 0 if has_state else min(tails, default=10**9) // self.a
-        self.stored: list[dict[bytes, BlockStored]] = [{} for _ in groups]
-        self.host: list[dict[bytes, BlockStored]] = [{} for _ in groups]
+        self.stored: list[dict[bytes, BlockStored]] = [{} for _ in self.groups]
+        self.host: list[dict[bytes, BlockStored]] = [{} for _ in self.groups]
         self.next_number = 0
         self.lost = False
 
@@ -151,6 +153,11 @@ class Reader:
                 continue
             place = self.stored if event.medium == log.medium else self.host
             for group in event.groups:
+                spec = self.groups[group]
+                assert (event.kind, event.names[event.groups.index(group)]) == (
+                    spec.kind,
+                    spec.name,
+                )
                 for block in event.block_hashes:
                     if isinstance(event, BlockStored):
                         assert self.lost or block not in place[group], "stored twice"
@@ -171,7 +178,7 @@ class Reader:
         held = self._held() if depth and self.others else set(keys)
         while depth and keys[depth - 1] not in held:
             depth -= 1
-        self._check_tokens(text, keys[:depth], held)
+        self._check_tokens(text, keys[:depth])
         return depth * self.a
 
     def _held(self) -> set[bytes]:
@@ -193,7 +200,7 @@ class Reader:
         at = event.block_hashes.index(key)
         return event.block_hashes[at - 1] if at else event.parent
 
-    def _check_tokens(self, text: Text, keys: list[bytes], held) -> None:
+    def _check_tokens(self, text: Text, keys: list[bytes]) -> None:
         """The events of a hit name the tokens, salt and extra keys of their blocks."""
         for group in self.dense:
             for i, key in enumerate(keys):
@@ -201,10 +208,14 @@ class Reader:
                 at = event.block_hashes.index(key)
                 mine = event.token_ids[at * self.a : (at + 1) * self.a]
                 assert list(mine) == text.tokens[i * self.a : (i + 1) * self.a]
+                assert self._parent(key) == (keys[i - 1] if i else None)
                 self._check_identity(event, at, text, i * self.a)
         for group in self.others if keys else []:
             if event := self.stored[group].get(keys[-1]):
+                assert event.sliding_window == self.groups[group].sliding_window
+                assert event.block_size == self.groups[group].block_size
                 count = 0 if event.sliding_window == 1 else len(event.block_hashes)
+                assert event.block_hashes == tail_hashes(keys[-1], count)
                 end = len(keys) * self.a
                 assert event.start == end - count * event.block_size
                 assert list(event.token_ids) == text.tokens[event.start : end]
