@@ -356,8 +356,18 @@ def test_calls_of_workers_and_tiers():
     tracked.commit(tracked.plan([tracked.admit("a", tracked.match([1] * 40))], [40]), [1] * 40)
     step = step_arrays(tracked, tracked.plan([0], [1]))
     worker = WorkerTables(groups((4, None)), max_requests=1, max_model_len=4)
+    stored = cache(policy=LRU())
+    tier = Tiers(stored, **TIER, watermark=60)
+    stored.commit(stored.plan([stored.admit("a", stored.match([1] * 9))], [9]), [1] * 9)
+    stored.release("a")
+    [ended] = tier.stores(4096)
+    tier.done(ended)
+    assert tier.stores(1 << 20)
     for call, message in (
         (lambda: Tiers(kv, **TIER), "kv: expected a cache without tiers"),
+        (lambda: tier.done(ended), "job: expected one that is open"),
+        (lambda: tier.cancel(ended), "job: expected one that is open"),
+        (lambda: stored.reset(), "reset: expected no open jobs of tiers, got 1: end them"),
         (lambda: tiers.stores(-1), "max_bytes: expected an int >= 0, got -1"),
         (lambda: tiers.load(kv.match([1])), r"match: expected what `Tiers\.match` returned, got"),
         (lambda: worker.update(step), "step: expected indices below 1, "),
