@@ -2,7 +2,10 @@
 
 A *segment* is the smallest cached part of a prompt: `alignment` tokens, with one key. A *boundary*
 is a multiple of the alignment, in tokens; its *depth* is the same in segments. A *resume point* is
-what window and state groups keep so that a request can start at a boundary. A request lives through
+what window and state groups keep so that a request can start at a boundary. A *replay* computes
+cached tokens once more, to restore windows (`prefix.replays`); CUDA graphs and traces have nothing
+to do with it. A *slot* is the row of a request in the tables; an entry of a *slot mapping* is the
+place of one token's row in the pages. A request lives through
 ``match -> admit -> (plan -> run the model -> commit)* -> release``.
 
 A step's attention reads the tables as the last step left them: `plan` changes none, and a page that

@@ -114,7 +114,6 @@ class GroupClass:
         reads_pages: bool,
     ) -> None:
         self.spec = spec
-        # Every row of a step gets a place in a page: all that `reads="pages"` changes.
         self.holds_all = reads_pages or spec.kind == "dense"
         self.tables: Int64 = np.array(tables, dtype=np.int64)
         self.num_tables = len(tables)

@@ -119,8 +119,8 @@ class StepPlanner:
             for i, group in enumerate(state.cls.tables.tolist())
         ]
         self._alignment: Int64 = np.array(self._layout.alignment)
-        # Tokens that the key of a segment looks ahead, and none.
         self._no_replays = NO_ROWS, np.empty((len(self._layout.groups), 0), dtype=np.int64)
+        # Tokens that the key of a segment looks ahead, and none.
         self._lookaheads = [np.array(k) for k in sorted({0, self._layout.lookahead})]
 
     # Plan.
