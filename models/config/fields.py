@@ -48,10 +48,7 @@ class Rule:
 
 
 def only(*known: Any) -> Any:
-    """The annotation of a field of which only these values are supported.
-
-    Another is a NotImplementedError.
-    """
+    """Annotation of a field with only these values; another raises NotImplementedError."""
 
     def holds(value: Any) -> bool:  # True is not 1
         return any(isinstance(value, bool) == isinstance(k, bool) and value == k for k in known)
@@ -60,7 +57,7 @@ def only(*known: Any) -> Any:
 
 
 def ints(low: int, high: int, multiple: int = 1) -> Any:
-    """The annotation of an int in low..high."""
+    """Annotation of an int in low..high."""
 
     def holds(value: Any) -> bool:
         is_int = isinstance(value, Integral) and not isinstance(value, bool)
@@ -71,7 +68,7 @@ def ints(low: int, high: int, multiple: int = 1) -> Any:
 
 
 def floats(low: float, high: float, is_open: bool = False) -> Any:
-    """The annotation of a number in low..high; ``is_open``: of one above low."""
+    """Annotation of a number in low..high; ``is_open``: without low."""
 
     def holds(value: Any) -> bool:
         is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -161,7 +158,7 @@ def _read_object(cls: type, data: Mapping[str, Any], path: str, problems: list[_
 
 
 def _read(hint: Any, value: Any, path: str, problems: list[_Problem]) -> Any:
-    """A value as its annotation wants it; adds to ``problems`` where it is none such."""
+    """A value converted to its annotation; one that does not fit adds to ``problems``."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
         return _read_one_of(inner, value, path, problems)
@@ -191,7 +188,7 @@ def _rule(hint: Any) -> Rule:
 
 
 def _read_one_of(hints: tuple[Any, ...], value: Any, path: str, problems: list[_Problem]) -> Any:
-    """A value that may have several types. Where none fits, errors inside it tell most."""
+    """As `_read`, of several types; where none fits, errors inside the value tell most."""
     if value is None and NoneType in hints:
         return None
     found: list[_Problem] = []
@@ -212,9 +209,9 @@ def _read_one_of(hints: tuple[Any, ...], value: Any, path: str, problems: list[_
 
 def checked(kind: type, name: str, value: Any) -> Any:
     """A JSON value of a kind, str or dict; raises ValueError naming it for any other."""
-    if not isinstance(value, kind):
-        words = "a text" if kind is str else "an object"
-        raise ValueError(f"{name}: expected {words}, got {shown(value)}")
+    rule = _rule(kind)
+    if not rule.holds(value):
+        raise ValueError(f"{name}: {rule.expected}, got {shown(value)}")
     return value
 
 
@@ -242,7 +239,7 @@ def one_line(error: object) -> str:
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Add the file to what is said of its content."""
+    """Name the file in errors about its content."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:

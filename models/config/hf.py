@@ -76,12 +76,7 @@ def load_config(path: str | Path) -> ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        ValueError: naming the file when it is not one, has a key twice, or is too deep or too
-            large to read.
-    """
+    """Read a JSON object; ValueError names one that is none, too large, or has a key twice."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_JSON + 1)
@@ -111,10 +106,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GenerationKeys:
-    """Keys of ``generation_config.json``.
-
-    `quire.models.engine.request.SamplingParams` says which numbers it takes.
-    """
+    """Keys of ``generation_config.json``; ``SamplingParams`` checks their numbers."""
 
     eos_token_id: fields.TokenIds = None
     do_sample: fields.Flag | None = None
@@ -126,11 +118,7 @@ class GenerationKeys:
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:
-    """The declared keys of ``generation_config.json`` that are not null; empty where there is none.
-
-    Raises:
-        ValueError: naming the file where it is no JSON, and the key where one has another type.
-    """
+    """The keys of ``generation_config.json`` that are not null, if any; raises as `load_config`."""
     file = path / "generation_config.json"
     if not file.is_file():
         return {}

@@ -29,11 +29,7 @@ class GroupKeys:
 
 @dataclass(frozen=True)
 class QuantizationKeys:
-    """The ``quantization_config`` of weights that `models.loading.weights` reads.
-
-    Attributes:
-        weight_block_size: rows and columns of a matrix that share a scale, where the file says so.
-    """
+    """``quantization_config``; weight_block_size: rows and columns that share a scale."""
 
     quant_method: only("fp8", "compressed-tensors", "mxfp4") = None
     config_groups: dict[str, GroupKeys] | None = None
@@ -49,10 +45,7 @@ class QuantizationKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class TextKeys:
-    """Keys of every family.
-
-    Those without a default here have one in each family, that of transformers.
-    """
+    """Keys of every family; those without a default here have one in each family."""
 
     vocab_size: fields.VocabSize
     hidden_size: fields.Width
@@ -84,10 +77,7 @@ class TextKeys:
         )
 
     def rope_keys(self) -> dict[str, Any]:
-        """``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``.
-
-        Empty where the file has neither.
-        """
+        """``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``, if any."""
         theta = {} if self.rope_theta is None else {"rope_theta": self.rope_theta}
         return theta | (self.rope_parameters or self.rope_scaling or {})
 
@@ -117,8 +107,8 @@ def read_rope(
 ) -> RopeConfig:
     """One entry of ``rope_parameters``, or keys of the older ``rope_scaling`` and ``rope_theta``.
 
-    theta, max_positions: rope_theta, and original_max_position_embeddings of "llama3", where the
-    file has none. name: of the entry.
+    theta, max_positions: default rope_theta, and original_max_position_embeddings of "llama3".
+    name: of the entry, for errors.
     """
     given = {key: value for key, value in params.items() if value is not None}
     default: dict[str, Any] = {"rope_theta": theta, "rope_type": given.get("type", "default")}

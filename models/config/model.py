@@ -89,7 +89,7 @@ class RopeConfig:
 
 
 def expect_tokens(config: Any) -> None:
-    """Refuse a special token that is not in the vocabulary: ValueError."""
+    """Raise ValueError for a special token that is not in the vocabulary."""
     for name in ("eos_token_ids", "bos_token_id"):
         ids = getattr(config, name)
         if any(i >= config.vocab_size for i in (ids if isinstance(ids, tuple) else (ids or 0,))):
@@ -99,7 +99,7 @@ def expect_tokens(config: Any) -> None:
 
 
 def expect_ranks(name: str, size: int, divides: Callable[[int], bool], heads: str) -> None:
-    """Refuse a number of ranks that does not divide a model, naming those that do: ValueError."""
+    """Raise ValueError for a number of ranks that does not divide a model, naming those that do."""
     if not divides(size):
         sizes = [n for n in range(1, MAX_RANKS) if divides(n)]
         raise ValueError(
@@ -231,15 +231,14 @@ class ModelConfig:
     def shard(self, size: int, unit: int = 1) -> ModelConfig:
         """Shapes of one rank's layers; vocabulary and router stay whole.
 
-        unit: widths of MLPs and experts are cut at its multiples, such as columns that share a
-        scale.
+        unit: of channels at which MLPs and experts may be cut, such as those that share a scale.
 
         Raises:
             ValueError: a number of ranks that does not divide the heads.
         """
         if size == 1:
             return self
-        shapes = [shape for shape in (self.sliding, self.full) if shape is not None]
+        shapes = self.shapes.values()
         heads = {f"num_heads={s.num_heads}, num_kv_heads={s.num_kv_heads}": None for s in shapes}
         expect_ranks(
             self.name,
@@ -258,6 +257,12 @@ class ModelConfig:
             intermediate_size=divided_width(self.intermediate_size, size, unit),
             moe=moe,
         )
+
+    @cached_property
+    def shapes(self) -> dict[str, AttentionConfig]:
+        """Attention shapes by kind of layer."""
+        full = {FULL: self.full}
+        return full if self.sliding is None else {SLIDING: self.sliding, **full}
 
     @cached_property
     def num_layers(self) -> int:
@@ -279,10 +284,9 @@ class ModelConfig:
         Five hidden states, and the widest of a layer's branches: MLP, attention, or experts.
         """
         hidden, width = self.hidden_size, self.per_layer_input_size * self.num_layers
-        shapes = [shape for shape in (self.sliding, self.full) if shape is not None]
         branches = [
             3 * max(map(self.mlp_size, range(self.num_layers))),
-            max((3 * s.num_heads + 4 * s.num_kv_heads) * s.head_dim for s in shapes),
+            max((3 * s.num_heads + 4 * s.num_kv_heads) * s.head_dim for s in self.shapes.values()),
         ]
         if self.moe is not None:
             # What each gives, what it multiplies its second matrix with, and their sum.
@@ -291,10 +295,7 @@ class ModelConfig:
         return 5 * hidden + max(7 * width, width + max(branches))
 
     def attention(self, layer: int) -> AttentionConfig:
-        if self.layer_types[layer] == FULL:
-            return self.full
-        assert self.sliding is not None
-        return self.sliding
+        return self.shapes[self.layer_types[layer]]
 
     def kv_donor(self, layer: int) -> int:
         """The layer with the keys and values that ``layer`` reads: its own or a donor's."""
@@ -309,7 +310,7 @@ class ModelConfig:
     def replay_tokens(self) -> int | None:
         """Tokens to compute before a boundary until the windows of all layers are right there.
 
-        None without sliding layers. Each of them makes right all but its first W - 1 rows.
+        Each sliding layer makes right all but its first W - 1 rows; None without such layers.
         """
         if self.sliding is None or self.sliding.sliding_window is None:
             return None

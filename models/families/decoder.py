@@ -17,7 +17,7 @@ from quire.kernels import norm_rope
 from quire.kernels.common.checks import HEAD_DIMS, one_step
 from quire.kvcore.device import AttnMetadata
 
-from ..config.model import FULL, SLIDING, ModelConfig
+from ..config.model import ModelConfig
 from ..engine.memory import ModelCache
 from ..layers.attention import Attend, PagedAttend
 from ..layers.basic import Embedding, Linear, RMSNorm, Stacked, WeightPlacement
@@ -35,11 +35,9 @@ Rotary = tuple[Tensor, Tensor]
 
 def rope_frequencies(config: ModelConfig, device: torch.device) -> dict[str, Tensor]:
     """RoPE of each kind of layer: base, scaling and head_dim all may differ."""
-    shapes = ((SLIDING, config.sliding), (FULL, config.full))
     return {
         kind: inverse_frequencies(shape.rope, shape.head_dim).to(device)
-        for kind, shape in shapes
-        if shape is not None
+        for kind, shape in config.shapes.items()
     }
 
 
@@ -201,7 +199,7 @@ class Decoder(nn.Module):
     def expect_impl(self, impl: str) -> None:
         """Raise NotImplementedError for a head size that the kernels do not support."""
         for kind in sorted(set(self.config.layer_types)):
-            head_dim = self.config.attention(self.config.layer_types.index(kind)).head_dim
+            head_dim = self.config.shapes[kind].head_dim
             if impl == "triton" and head_dim not in HEAD_DIMS:
                 raise NotImplementedError(
                     f"impl: 'triton' is supported with a head_dim in {list(HEAD_DIMS)}, "

@@ -41,9 +41,9 @@ class GemmaKeys(LayeredKeys):
 
 
 def keys_of_both(config: ModelConfig) -> dict[str, Any]:
-    ropes = {SLIDING: config.sliding.rope, FULL: config.full.rope}
+    ropes = {kind: write_rope(shape.rope) for kind, shape in config.shapes.items()}
     return common_keys(config) | {
-        "rope_parameters": {kind: write_rope(rope) for kind, rope in ropes.items()},
+        "rope_parameters": ropes,
         "final_logit_softcapping": config.final_logit_softcapping,
         "hidden_activation": "gelu_pytorch_tanh",
     }

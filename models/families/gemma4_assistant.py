@@ -217,8 +217,7 @@ def expect_target(target: Any, assistant: Assistant) -> None:
         if kind not in target.layer_types:
             pairs.append(("layer_types", kind, list(target.layer_types)))
             continue
-        wanted = own.attention(own.layer_types.index(kind))
-        given = target.attention(target.layer_types.index(kind))
+        wanted, given = own.shapes[kind], target.shapes[kind]
         for name in ("num_kv_heads", "head_dim", "sliding_window"):
             pairs.append((f"{name} of {kind}", getattr(wanted, name), getattr(given, name)))
     for name, wanted, given in pairs:
