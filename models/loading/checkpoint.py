@@ -13,7 +13,7 @@ from ..config.hf import read_json
 from .gguf import GGUF_FILE, GGUFFile
 
 INDEX_FILE = "model.safetensors.index.json"
-# What safetensors calls dtypes.
+# dtypes as safetensors names them
 FLOATS = ("F64", "F32", "F16", "BF16")
 FP8 = "F8_E4M3"
 _SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")  # of weights, readable or not
@@ -114,7 +114,7 @@ def _is_file(path: Path) -> bool:
 
 
 def refuse_misfits(path: Path, **misfits: Sequence[str]) -> None:
-    """Refuse tensors that do not fit, naming by what is wrong the first ones and how many more."""
+    """Raise ValueError for misfits, with the first names of each kind and how many more."""
     problems = [f"{what} {_some(sorted(names))}" for what, names in misfits.items() if names]
     if problems:
         raise ValueError(
@@ -129,7 +129,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def differs(stored: Stored, got: Any, expected: tuple[Any, ...]) -> list[str]:
-    """That a tensor has another shape, or another dtype than these; nothing where it has not."""
+    """The text of a tensor with another shape or dtype than expected, if it has."""
     if got == expected or got in expected:
         return []
     got = list(got) if isinstance(got, tuple) else got

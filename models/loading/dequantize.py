@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,12 +33,9 @@ def fill(
 ) -> None:  # fmt: skip
     """Read tensors file by file, each into its place, and check it.
 
-    A file is mapped into memory: of a tensor of which a rank keeps a part, only that is read,
-    unless it has to be dequantized.
+    Files are mapped into memory: a rank reads only its part of a tensor, unless it dequantizes it.
 
-    Args:
-        kept: of `quire.models.loading.weights.kept_as_stored`.
-        pieces: ranges that a rank keeps; of other tensors, all.
+    kept: of `weights.kept_as_stored`; pieces: ranges that a rank keeps; of other tensors, all.
     """
     by_file: dict[Path, list[TensorSource]] = defaultdict(list)
     for source in sources:
@@ -66,11 +64,6 @@ def fill(
                 _keep(kept[name], source, value, scale, model)
 
 
-def _of(source: TensorSource) -> tuple[Stored, Stored]:
-    assert source.scale is not None
-    return source.value, source.scale
-
-
 def _keep(
     keep: SetQuantized, source: TensorSource, value: Tensor, scale: Tensor, model: nn.Module
 ) -> None:
@@ -78,7 +71,7 @@ def _keep(
     kind = source.kind
     if kind == "mxfp4":  # its blocks of columns lie one behind the other
         kind, value = "fp4", value.flatten(-2)
-    _expect_finite_packed(kind, value, scale, _of(source), model.dtype)
+    _expect_finite_packed(kind, value, scale, source, model.dtype)
     keep(value, scale)
 
 
@@ -94,7 +87,7 @@ def _pack(
     packed_scale = parameters[f"{target.parameter}.scale"][at]
     fill_up(packed, value.view(packed.dtype))
     fill_up(packed_scale, scale_values(scale) if kind == "fp8" else scale.view(torch.uint8))
-    _expect_finite_packed(kind, packed, packed_scale, _of(source), model.dtype)
+    _expect_finite_packed(kind, packed, packed_scale, source, model.dtype)
 
 
 def _dequantize(
@@ -132,30 +125,27 @@ def _expect_finite(weight: Tensor, stored: Stored) -> None:
         return
     weight = weight.detach()
     flat = torch.cat([chunk.float().isfinite().logical_not() for chunk in _chunks(weight)])
-    [first] = flat.nonzero()[:1, 0].tolist()
-    index, left = [], first
-    for size in reversed(weight.shape):
-        left, at = divmod(left, size)
-        index.insert(0, at)
+    first = flat.nonzero()[0].item()
+    index = [int(i) for i in np.unravel_index(first, weight.shape)]
     value = weight[tuple(index)].float().item()
     raise ValueError(
         f"path: expected finite weights, got {int(flat.sum())} in {weight.dtype} that are not, of "
-        f"{stored.name!r} "
-        f"({stored.dtype}) in {str(stored.file)!r}; the first is {value} at {index}"
+        f"{stored.name!r} ({stored.dtype}) in {str(stored.file)!r}; the first is {value} at {index}"
     )
 
 
 def _expect_finite_packed(
-    kind: str, values: Tensor, scale: Tensor, of: tuple[Stored, Stored], dtype: torch.dtype
+    kind: str, values: Tensor, scale: Tensor, source: TensorSource, dtype: torch.dtype
 ) -> None:
     """As `_expect_finite`, of weights that stay quantized, their scales, and their products."""
+    assert source.scale is not None
     if kind == "fp8":
-        _expect_finite(values, of[0])
+        _expect_finite(values, source.value)
     numbers = scale_values(scale)
-    _expect_finite(numbers, of[1])
+    _expect_finite(numbers, source.scale)
     # No product needs to be made where the largest possible one is finite.
     if _LARGEST[kind] * numbers.abs().max().item() > torch.finfo(dtype).max:
-        _expect_finite(DEQUANTIZE[kind](values, scale, dtype), of[0])
+        _expect_finite(DEQUANTIZE[kind](values, scale, dtype), source.value)
 
 
 def _expect_ids(table: Tensor, num_ids: int, stored: Stored) -> None:

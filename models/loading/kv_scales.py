@@ -25,8 +25,7 @@ def read_kv_scales(
 ) -> tuple[list[tuple[float, float]], set[Stored]]:
     """(pairs of each layer's scales, 1.0 where there is none, and the tensors that are scales).
 
-    ValueError names two for the same, those of layers that there are not, and one that is not one
-    finite number above 0.
+    ValueError names two for one, those of no layer, and one that is no finite number above 0.
     """
     found: dict[tuple[int, str], Stored] = {}
     doubled, unexpected = [], []

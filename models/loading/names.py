@@ -7,7 +7,6 @@ Source: tensor names of transformers 5.23 and of the older multimodal repositori
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,9 +22,7 @@ from .checkpoint import FLOATS, FP8, Stored, differs, refuse_misfits
 GATE, UP, WHOLE = "gate", "up", "whole"
 MISFITS = ("missing", "unexpected", "misshaped", "mistyped", "unscaled", "doubled")
 
-
-# Text tensors have one of these prefixes, longest first; the rest of the name is the same in every
-# repository.
+# Text tensors have one of these prefixes, longest first; the rest of a name is always the same.
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 # Towers of multimodal checkpoints, tables that old checkpoints carry, scales of activations.
 _IGNORED = re.compile(
@@ -45,9 +42,8 @@ def text_name(stored: str) -> str:
 class TensorTarget:
     """Part of a weight that a stored tensor fills.
 
-    Attributes:
-        expert: index in a stack of experts; None = the whole stack, or no stack.
-        part: GATE or UP, the first and second half of an expert's rows in gate_up_proj; else WHOLE.
+    expert: index in a stack of experts; None = the whole stack, or no stack.
+    part: GATE or UP, the first and second half of an expert's rows in gate_up_proj; else WHOLE.
     """
 
     parameter: str
@@ -103,9 +99,7 @@ def text_target(
 ) -> TensorTarget | None:
     """`Storage.target` of a `Decoder`: a name that no rule knows stays as it is.
 
-    Args:
-        names: of the model's weights.
-        weight_name: as in `quire.models.families.registry.Family`.
+    names: of the model's weights; weight_name: as in `Family`.
     """
     if _IGNORED.match(stored):
         return None
@@ -133,7 +127,7 @@ class TensorSource:
 
 
 def part_of(parameters: Mapping[str, Tensor], target: TensorTarget) -> Tensor | None:
-    """The part of a model's weights that a target names; None = there is no such part."""
+    """The part of a model's weights that a target names; None = there is none."""
     weight = parameters.get(target.parameter)
     if weight is None or target.expert is None:
         return weight
@@ -146,14 +140,10 @@ def part_of(parameters: Mapping[str, Tensor], target: TensorTarget) -> Tensor | 
 def match(
     path: Path, stored: Iterable[Stored], parameters: Mapping[str, Tensor], storage: Storage
 ) -> list[TensorSource]:
-    """Find the stored tensors of each part of the weights.
-
-    Args:
-        parameters: the model's weights, which may be on the meta device.
+    """Find the stored tensors of each part of the weights, which may be on the meta device.
 
     Raises:
-        ValueError: naming at once every tensor that is missing, unexpected, there twice, without
-            its scales, or of another shape or dtype.
+        ValueError: naming at once the tensors of each of `MISFITS`.
     """
     misfits: dict[str, list[str]] = {name: [] for name in MISFITS}
     found: dict[TensorTarget, Stored] = {}
@@ -217,9 +207,7 @@ def _scale_fits(scale: Sequence[int], weight: Sequence[int], block: Sequence[int
     if block is not None and len(weight) > 1:
         blocks = (-(-size // b) for size, b in zip(weight[-2:], block, strict=True))
         return tuple(scale) == (*weight[:-2], *blocks)
-    if math.prod(scale) == 1 or len(scale) > len(weight):
-        return len(scale) <= len(weight)
-    return all(
+    return len(scale) <= len(weight) and all(
         n in (1, size) or (0 < n < size and -(-size // block_size(size, n)) == n)
         for n, size in zip(scale, weight, strict=False)
     )

@@ -84,7 +84,10 @@ def load_model(
     path, device = Path(path), torch.device(device)
     config = load_config(path)
     load = family_of(config).load or load_decoder
-    return load(path, config, device, dtype or _storage_keys(path).find_dtype(), fp8, group)
+    if dtype is None:
+        keys = _storage_keys(path)
+        dtype = find_dtype(keys.dtype or keys.torch_dtype or "bfloat16")
+    return load(path, config, device, dtype, fp8, group)
 
 
 def load_decoder(
@@ -95,7 +98,9 @@ def load_decoder(
     whole = build_model(config, device="meta", dtype=dtype)
     parameters = dict(whole.named_parameters())
     rules = {"names": parameters, "config": config, "weight_name": family_of(config).weight_name}
-    storage = Storage(partial(text_target, **rules), fp8_block=_storage_keys(path).fp8_block)
+    quantization = _storage_keys(path).quantization_config
+    fp8_block = quantization and quantization.weight_block_size
+    storage = Storage(partial(text_target, **rules), fp8_block=fp8_block)
     headers = read_headers(path)
     kv_scales, of_cache = read_kv_scales(path, headers, config.num_layers)
     weights = [one for one in headers if one not in of_cache]
@@ -122,28 +127,19 @@ def load_decoder(
 @dataclass(frozen=True)
 class StorageKeys:
     dtype: str | None = None
-    torch_dtype: str | None = None
+    torch_dtype: str | None = None  # the older name
     quantization_config: QuantizationKeys | None = None
-
-    def find_dtype(self) -> torch.dtype:
-        """The dtype that the file names, by its newer or older key, else bfloat16."""
-        return find_dtype(self.dtype or self.torch_dtype or "bfloat16")
-
-    @property
-    def fp8_block(self) -> tuple[int, ...] | None:
-        """Rows and columns of fp8 weights that share a scale; None = the scales' shapes say."""
-        return self.quantization_config and self.quantization_config.weight_block_size
 
 
 def _storage_keys(path: Path) -> StorageKeys:
-    """Those of config.json, from its text_config where they are there too."""
+    """Keys of config.json; those in its text_config win."""
     config = read_json(path / "config.json")
     with naming(path / "config.json"):
         return read_fields(StorageKeys, config | read_object(config, "text_config"))
 
 
 def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype of models by its name or itself; NotImplementedError for another."""
+    """The dtype of that name; NotImplementedError for one that models cannot have."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise NotImplementedError(f"dtype: supported are {list(DTYPES)}, got {shown(dtype)}")
