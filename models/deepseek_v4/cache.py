@@ -34,9 +34,7 @@ COMPRESSED, WINDOW, OVERLAP = "compressed", "window", "overlap"
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """Storage of rows: plain ones of ``dtype``, or quantized latent rows (584 bytes) and index keys
-    (132 bytes).
-    """
+    """Rows of ``dtype``, or quantized: 584 bytes a latent row, 132 bytes an index key."""
 
     dtype: torch.dtype
     fp8: bool = False

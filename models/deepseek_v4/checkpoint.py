@@ -52,8 +52,7 @@ _RENAMES = [
         (r"\.ffn_norm\.", ".post_attention_layernorm."),
         (r"\.attn\.", ".self_attn."),
         (r"\.ffn\.", ".mlp."),
-        (r"\.self_attn\.indexer\.compressor\.", ".self_attn.compressor.indexer."),
-        (r"\.self_attn\.indexer\.", ".self_attn.compressor.indexer."),
+        (r"\.self_attn\.indexer\.(compressor\.)?", ".self_attn.compressor.indexer."),
         (r"\.indexer\.weights_proj\.", ".indexer.scorer.weights_proj."),
         (r"(\.self_attn\..*|\.self_attn)\.norm\.", r"\1.kv_norm."),
         (r"\.self_attn\.q_norm\.", ".self_attn.q_a_norm."),
@@ -78,17 +77,14 @@ _IGNORED = re.compile(r"^(model\.)?mtp\.\d+\.(emb\.tok_emb|head|confidence_head\
 
 
 def target(stored: str) -> TensorTarget | None:
-    """Target of the tensor with this name; None = it is not read.
-
-    A name that no rule knows stays as it is.
-    """
+    """As `Storage.target`; a name that no rule knows stays as it is."""
     if _IGNORED.match(stored):
         return None
     name = stored
     for pattern, replacement in _RENAMES:
         name = pattern.sub(replacement, name)
-    if match := _EXPERT.match(name):
-        stack, expert, matrix, leaf = match.groups()
+    if parts := _EXPERT.match(name):
+        stack, expert, matrix, leaf = parts.groups()
         part = {"w1": GATE, "w3": UP, "w2": WHOLE}[matrix]
         parameter = f"{stack}.{'down_proj' if matrix == 'w2' else 'gate_up_proj'}"
         return TensorTarget(parameter, int(expert), part, leaf == "scale")

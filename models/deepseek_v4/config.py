@@ -211,11 +211,7 @@ class DeepseekV4Config(Sizes):
 
 
 def layer_types_of(compress_ratios: Sequence[int]) -> tuple[str, ...]:
-    """Layer types of a released ``compress_ratios`` list: 0 slides, 4 is CSA, 128 is HCA.
-
-    Raises:
-        NotImplementedError: other ratios.
-    """
+    """Layer types of a released ``compress_ratios``; NotImplementedError for other ratios."""
     known = {0: SLIDING, 4: CSA, 128: HCA}
     if unknown := sorted(set(compress_ratios) - set(known)):
         raise NotImplementedError(f"compress_ratios: supported are {sorted(known)}, got {unknown}")
@@ -237,10 +233,7 @@ class PartialKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV4Keys(Sizes):
-    """Keys of config.json, of the released models and of transformers.
-
-    The types of layers have no default: that of transformers is no released model's.
-    """
+    """Keys of config.json. Layer types have no default: transformers' fits no released model."""
 
     model_type: only(MODEL_TYPE)
     num_hidden_layers: fields.NumLayers = 43
@@ -280,14 +273,7 @@ class DeepseekV4Keys(Sizes):
 
 
 def from_hf(config: Mapping[str, Any], name: str | None = None) -> DeepseekV4Config:
-    """Read a ``config.json``, with the keys of the released models or with those of transformers.
-
-    Args:
-        name: of the model; default: its ``model_type``.
-
-    Raises:
-        NotImplementedError: naming each feature that is not supported.
-        ValueError: keys that are missing, of another type or range, or contradict.
+    """Read a ``config.json`` of the released models or of transformers; raises as `hf.from_hf`.
 
     Source: transformers ``configuration_deepseek_v4``; the config.json of the released models.
     """

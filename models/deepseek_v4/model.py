@@ -404,7 +404,7 @@ class DeepseekV4(nn.Module):
         return mtp(streams, next_ids, positions, self.rope[SLIDING], attend)
 
     def expect_impl(self, impl: str) -> None:
-        """Refuse sizes that the kernels are not made for: NotImplementedError."""
+        """Raise NotImplementedError for sizes that the kernels do not support."""
         config = self.config
         limits = {"hc_mult": MAX_STREAMS, "hidden_size": MAX_HIDDEN}
         if CSA in config.layer_types:

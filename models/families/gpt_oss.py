@@ -168,6 +168,8 @@ class SinkAttention(Attention):
 
 
 class GptOss(Llama):
+    """A gpt-oss model: attention has sinks, experts stand for the MLP."""
+
     attention = SinkAttention
 
     def mlp(self, config: ModelConfig) -> nn.Module:

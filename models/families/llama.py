@@ -50,7 +50,6 @@ class LlamaKeys(TextKeys):
 
 
 def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
-    """Read config.json."""
     return read_fields(LlamaKeys, text).model_config("llama", name)
 
 
