@@ -209,10 +209,8 @@ def _read_template(file: Path) -> tuple[str, str]:
 
 
 def _special_tokens(path: Path) -> dict[str, str]:
-    """Texts by name, as transformers has them.
-
-    ``special_tokens_map.json`` counts only where tokenizer_config.json describes no added tokens.
-    """
+    """Texts by name; as in transformers, ``special_tokens_map.json`` counts only where
+    tokenizer_config.json describes no added tokens."""
     tokens: dict[str, str] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = path / name

@@ -312,7 +312,6 @@ class Engine:
         return self.totals.report(due, clock.stop(), finished, deltas, num_generated)
 
     def _draft(self) -> None:
-        """Ask the drafter for drafts of the requests that wait for their next token."""
         clock, drafter, draws = self.clock, self.drafter, self._drafts_are_drawn
         requests = [r for r, count in self.scheduler.pending().items() if count == 1]
         if not requests:

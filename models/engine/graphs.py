@@ -188,12 +188,8 @@ def _even(count: int) -> int:
 
 
 def _split(data: Any, shape: GraphShape) -> tuple[Any, Any, Any]:
-    """Parts of a graph's integers, as views.
-
-    Returns:
-        (tokens [2 + num_groups, num_tokens]: ids, positions and slot mappings; seq_lens [num_seqs];
-        the allocator's slots [num_seqs]).
-    """
+    """Views: tokens [2 + num_groups, num_tokens] (ids, positions, slot mappings); seq_lens
+    [num_seqs]; the allocator's slots [num_seqs]."""
     num_tokens = shape.num_seqs * shape.rows
     tokens = data[: len(data) - 2 * shape.num_seqs].reshape(-1, _even(num_tokens))[:, :num_tokens]
     seq_lens, slots = data[len(data) - 2 * shape.num_seqs :].reshape(2, -1)

@@ -367,11 +367,7 @@ class Scheduler:
         return chosen, admitted
 
     def _chunk(self, request: Request, count: int, rows_left: int) -> tuple[int, int]:
-        """Limit a chunk of ``count`` tokens to ``rows_left`` rows with prompt log-probabilities.
-
-        Returns:
-            (New tokens, rows left for other chunks).
-        """
+        """(New tokens of at most ``count``, rows with prompt log-probabilities left for others)."""
         start = int(self.kv.num_computed[request.slot])
         rows = request.unscored(start, start + count)
         if len(rows) > rows_left:
@@ -473,8 +469,7 @@ class Scheduler:
 
 
 def _append(new: NewTokens, now: float) -> str | None:
-    """Append a step's tokens to their request; return the finish reason if one was the last, or
-    "nan"."""
+    """Append a step's tokens to their request; return the finish reason, if any, or "nan"."""
     request = new.request
     for i, token in enumerate(new.ids):
         if token == NO_TOKEN:

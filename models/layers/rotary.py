@@ -30,11 +30,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _unscaled_share(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """[head_dim // 2] fp32: 1 for high frequencies, 0 for low ones, a ramp between.
-
-    The ramp of llama3 is linear in the turns within the trained tokens, that of yarn in the
-    channel pair.
-    """
+    """[head_dim // 2] fp32: 1 for high frequencies, 0 for low ones, a ramp between: llama3's is
+    linear in the turns within the trained tokens, yarn's in the channel pair."""
     trained, num_pairs = rope.original_max_position_embeddings, len(frequencies)
     if rope.rope_type == "llama3":
         low, high = rope.low_freq_factor, rope.high_freq_factor

@@ -167,9 +167,7 @@ def compress_windows(pooling: GatedPooling, kv: Tensor, gate: Tensor, cos_sin: T
 
 
 def _with_window_before(rows: Tensor, absent: float) -> Tensor:
-    """Series a of the window before (``absent`` before window 0), then series b of each window.
-
-    [num_windows, 2 * ratio, width] of [num_windows, ratio, 2 * width].
-    """
+    """[num_windows, 2 * ratio, width]: series a of the window before (``absent`` before window 0),
+    then series b of each window; rows: [num_windows, ratio, 2 * width]."""
     a, b = rows.chunk(2, dim=-1)
     return torch.cat([F.pad(a, (0, 0, 0, 0, 1, 0), value=absent)[:-1], b], dim=1)
