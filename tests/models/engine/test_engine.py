@@ -17,15 +17,14 @@ from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
 from tests.support.models.tolerance import tolerance
 
-DEVICE = (
-    "cuda" if torch.cuda.is_available() else "cpu"
-)  # with a GPU, all of this runs on the Triton kernels
+# With a GPU, all of this runs on the Triton kernels.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Recorder:
     """Runs an engine, keeps the logits of every sampled token, and distrusts the pool: after each
-    step the allocator
-    recounts its pages, and free pages become NaN."""
+    step the allocator recounts its pages, and free pages become NaN.
+    """
 
     def __init__(self, model, *, drafter=None, tokenizer=None, **settings):
         settings = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "num_pages": 600} | settings
@@ -89,8 +88,8 @@ class Recorder:
         sequence = torch.tensor(output.prompt_token_ids + output.token_ids, device=DEVICE)
         first = len(output.prompt_token_ids) - 1
         expected = self.engine.model.full_forward(sequence[:-1])[first:]
-        got = torch.stack(self.logits[request_id])
-        got = got[: len(expected)]  # accepted drafts may go past the end
+        # Accepted drafts may go past the end.
+        got = torch.stack(self.logits[request_id])[: len(expected)]
         assert got.shape == expected.shape
         assert (got - expected).abs().max().item() < tolerance(self.engine.model)
         return output
@@ -121,9 +120,8 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
     monkeypatch.setattr(report, "perf_counter", lambda: now)
     monkeypatch.setattr(report, "thread_time", lambda: 2 * now)
     monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: now))
-    engine = Engine(
-        build("gemma3-tiny"), EngineConfig(num_pages=50), drafter=NGramDrafter(2, min_ngram=1)
-    )
+    drafter = NGramDrafter(2, min_ngram=1)
+    engine = Engine(build("gemma3-tiny"), EngineConfig(num_pages=50), drafter=drafter)
 
     def slow(obj, name, seconds):
         call = getattr(obj, name)
@@ -135,15 +133,14 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
 
         monkeypatch.setattr(obj, name, work)
 
-    for name, seconds in (("match", 1), ("admit", 2), ("plan", 4), ("commit", 8), ("release", 16)):
-        slow(engine.kv, name, seconds)
-    slow(engine.scheduler, "_choose", 100)
-    slow(engine.drafter, "propose", 200)
-    slow(engine.runner.builder, "build", 400)
-    slow(engine.runner, "forward", 800)
-    slow(engine, "_sampler", 1600)
-    slow(Sampled, "wait", 6400)
-    slow(engine.scheduler, "deliver", 3200)
+    for i, name in enumerate(("match", "admit", "plan", "commit", "release")):
+        slow(engine.kv, name, 2**i)
+    for obj, name, seconds in (
+        (engine.scheduler, "_choose", 100), (drafter, "propose", 200),
+        (engine.runner.builder, "build", 400), (engine.runner, "forward", 800),
+        (engine, "_sampler", 1600), (Sampled, "wait", 6400), (engine.scheduler, "deliver", 3200),
+    ):  # fmt: skip
+        slow(obj, name, seconds)
     engine.add_request(prompt(20), SamplingParams(max_tokens=2))
     steps = [engine.step(), engine.step()]
     assert not engine.has_work and report.PARTS == (
@@ -155,8 +152,7 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
     assert [step.idle for step in steps] == [0, 6400 + 3200 + 100 + 4 + 8 + 200]
     for step in steps:
         assert (step.cpu == 2 * step.wall).all() and step.total == step.wall.sum()
-        outside = 1 - 8800 / step.total
-        assert report.outside_model(step.cpu) == pytest.approx(outside)
+        assert report.outside_model(step.cpu) == pytest.approx(1 - 8800 / step.total)
     engine.add_request(prompt(20))
     assert engine.totals.hashing == 2 and engine.totals.total == sum(s.total for s in steps)
 

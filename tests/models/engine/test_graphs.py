@@ -1,8 +1,16 @@
-"""Decode through captured graphs, which a CPU stands in for (`tests.support.models.captured`): tokens and log-probabilities of eager decode."""
+"""Decode through captured graphs, for which a CPU stands in (`tests.support.models.captured`).
 
+Tokens and log-probabilities are those of eager decode. Kernels are compiled at the start, all of
+them, and few.
+"""
+
+import collections
 import gc
+import json
+import os
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,34 +23,42 @@ from quire.models.engine.request import SamplingParams
 from quire.models.engine.sampler import Sampled
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import prompt
-from tests.support.models.captured import KERNELS, Captures, Waits, captured_engine
+from tests.support.forked import printed
+from tests.support.models.captured import Captures, Waits, captured_engine, capturing
 from tests.support.models.drafters import Oracle
 from tests.support.models.few import few
+from tests.support.models.toy import finish
 
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5}
 LENGTHS = (40, 3, 17, 9, 31, 5, 22, 12, 64)
 SMALL = {"max_num_batched_tokens": 64, "num_pages": 900}
 
 
-def serve(engine, lengths, *, disturbed=False, again=3):
-    """Outputs by id of requests of these prompt lengths, of which every third is sampled, and ``again`` more with the first one's prompt,
-    once it has ended. disturbed: the last request loses its pages every sixth step, and one is ended early."""
+def serve(engine, lengths):
+    """Outputs by id of requests of these prompt lengths, of which every third is sampled.
+
+    Once the first has ended, more come with its prompt. Of all `LENGTHS`, the last request loses
+    its pages every sixth step, and one is ended early.
+    """
+    again, is_disturbed = len(lengths) // 3, lengths == LENGTHS
+
+    def add(length, count, request_id, **sampling):
+        params = SamplingParams(count, ignore_eos=True, logprobs=2, **sampling)
+        engine.add_request(prompt(length, seed=length), params, request_id=request_id)
+
     for n, length in enumerate(lengths):
-        sampling = {} if n % 3 else SAMPLING
-        params = SamplingParams(4 + 3 * n, ignore_eos=True, logprobs=2, **sampling)
-        engine.add_request(prompt(length, seed=length), params, request_id=str(n))
+        add(length, 4 + 3 * n, str(n), **({} if n % 3 else SAMPLING))
     done, step = {}, 0
     while engine.has_work:
         done |= {o.request_id: o for o in engine.step().finished}
         step += 1
-        if disturbed and step % 6 == 0 and engine.scheduler.running:
+        if is_disturbed and step % 6 == 0 and engine.scheduler.running:
             engine.scheduler._requeue(engine.scheduler.running[-1:])
-        if disturbed and step == 9:
+        if is_disturbed and step == 9:
             done["4"] = engine.abort("4")
         if "0" in done and again:
             again -= 1
-            params = SamplingParams(6, ignore_eos=True, logprobs=2)
-            engine.add_request(prompt(lengths[0], seed=lengths[0]), params, request_id=f"again {again}")  # fmt: skip
+            add(lengths[0], 6, f"again {again}")
     return done
 
 
@@ -56,36 +72,32 @@ def assert_equal(got, expected):
         assert max(abs(a.logprob - b.logprob) for a, b in pairs) < 1e-3, key
 
 
-def eager(model, lengths, *, disturbed=False, again=3, **settings):
+def eager(model, lengths, most):
     plain = {"decode_graphs": False, "async_scheduling": False}
-    engine = Engine(model, EngineConfig(**SMALL | settings | plain))
-    return serve(engine, lengths, disturbed=disturbed, again=again)
+    return serve(Engine(model, EngineConfig(max_num_seqs=most, **SMALL, **plain)), lengths)
 
 
 def build(name):
     return random_model(few(name))
 
 
-# max_num_seqs, requests, and how they are served.
-CASES = {
-    "gemma4-tiny": (7, LENGTHS, {"disturbed": True}, {}),
-    "gemma4-e-tiny": (7, LENGTHS, {"disturbed": True}, {}),
+@pytest.mark.parametrize(
+    ("name", "ahead"),
     # Embeddings by layer and hashed experts read ids that the device alone knows.
-    "gemma4-e-tiny ahead": (3, LENGTHS[1:4], {"again": 1}, {"async_scheduling": True}),
-    "deepseek-v4-tiny ahead": (3, LENGTHS[1:4], {"again": 1}, {"async_scheduling": True}),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
+    [("gemma4-tiny", 0), ("gemma4-e-tiny", 0), ("gemma4-e-tiny", 1), ("deepseek-v4-tiny", 1)],
+)
 @pytest.mark.slow
-def test_replays_decode_as_eager_steps_do(name):
-    """Batches of many sizes, padded and not; an abort, preemptions, prefix hits; and each size is captured once."""
-    most, lengths, way, settings = CASES[name]
-    model, settings = build(name.split()[0]), settings | {"max_num_seqs": most}
-    captures = Captures()
-    engine = captured_engine(model, EngineConfig(decode_graphs=True, **SMALL | settings), captures)
-    got = serve(engine, lengths, **way)
-    assert_equal(got, eager(model, lengths, **way, **settings))
+def test_replays_decode_as_eager_steps_do(name, ahead):
+    """Batches of many sizes, padded and not; an abort, preemptions, prefix hits.
+
+    Each size is captured once.
+    """
+    model, captures = build(name), Captures()
+    most, lengths = (3, LENGTHS[1:4]) if ahead else (7, LENGTHS)
+    settings = SMALL | {"async_scheduling": bool(ahead), "max_num_seqs": most}
+    engine = captured_engine(model, EngineConfig(decode_graphs=True, **settings), captures)
+    got = serve(engine, lengths)
+    assert_equal(got, eager(model, lengths, most))
     assert got["again 0"].num_cached_tokens > 0 or lengths != LENGTHS
     sizes = [n for n in (1, 2, 4) if n < most] + [most]
     assert engine.runner.graphs.shapes == [(n, 1) for n in sizes]
@@ -97,9 +109,9 @@ def test_replays_decode_as_eager_steps_do(name):
 
 @pytest.mark.slow
 def test_drafts_through_graphs():
-    """Steps with any number of drafts, fewer than there is room for included: all that only decode are replayed."""
+    """All steps that only decode are replayed, also those with fewer drafts than there is room."""
     model, lengths, captures = build("gemma4-tiny"), LENGTHS[:7], Captures()
-    expected = eager(model, lengths, max_num_seqs=7)
+    expected = eager(model, lengths, 7)
     drafter = Oracle({i: output.token_ids for i, output in expected.items()}, 2)
     config = EngineConfig(decode_graphs=True, max_num_seqs=7, **SMALL)
     engine = captured_engine(model, config, captures, drafter=drafter)
@@ -131,11 +143,12 @@ def test_a_size_that_cannot_be_captured(failing, monkeypatch):
 
     monkeypatch.setattr(graphs, "default_capture", lambda device: capture)
     names = ", ".join(f"{n} x {rows}" for n, rows in reversed(failing))
-    message = rf"^decode graphs: {names} \(sequences x rows\) cannot be captured, and run without: OutOfMemoryError: no memory left$"
+    message = rf"^decode graphs: {names} \(sequences x rows\) cannot be captured, and run without: "
+    message += "OutOfMemoryError: no memory left$"
     with pytest.warns(RuntimeWarning, match=message) as warned:
         engine = Engine(model, EngineConfig(decode_graphs=True, max_num_seqs=4, **SMALL))
     assert len(warned) == 1
-    assert_equal(serve(engine, lengths), eager(model, lengths, max_num_seqs=4))
+    assert_equal(serve(engine, lengths), eager(model, lengths, 4))
     assert (captures.num_replays > 0) == (len(failing) < 3)
 
 
@@ -143,11 +156,9 @@ def test_a_size_that_cannot_be_captured(failing, monkeypatch):
 @pytest.mark.parametrize("name", ["gemma3-tiny", "deepseek-v4-tiny"])
 def test_an_engine_that_is_dropped_frees_its_pool(name, on):
     """At once, without a collection of cycles."""
-    config = EngineConfig(num_pages=90, max_num_seqs=2, max_num_batched_tokens=64, decode_graphs=on)
-    engine = Engine(build(name), config)
+    engine = Engine(build(name), EngineConfig(max_num_seqs=2, decode_graphs=on, **SMALL))
     engine.add_request(prompt(9), SamplingParams(4))
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     pool = weakref.ref(engine.pool)
     gc.collect()
     gc.disable()
@@ -163,35 +174,54 @@ def test_an_engine_that_is_dropped_frees_its_pool(name, on):
     [("gemma4-tiny", False, 0), ("gemma4-tiny", True, 0), ("deepseek-v4-tiny", False, 2)],
 )
 def test_a_decode_step_waits_for_its_tokens_only(name, is_async, num_drafts, monkeypatch):
-    """One tensor goes to the host: sampled ids, drafts and log-probabilities; a step ahead, those of the step before."""
+    """One tensor goes to the host: sampled ids, drafts and log-probabilities.
+
+    A step ahead, it is that of the step before.
+    """
     config = few(name)
     model = random_model(replace(config, num_mtp_layers=2) if num_drafts else config)
     settings = EngineConfig(
         max_num_seqs=4, decode_graphs=True, async_scheduling=is_async, **SMALL,
         rejection_sample_method="standard" if num_drafts else "strict",
     )  # fmt: skip
-    captures, calls, waits = Captures(), [], Waits(monkeypatch)
+    captures, calls, waits = Captures(), [], Waits()
 
     def noting(work):
-        replay = waits.unseen(captures(work))
-        return lambda: (calls.append("replay"), replay())
+        replay = captures(work)
+        return lambda: (calls.append("replay"), waits.kernel("replay", replay))
 
     drafter = MTPDrafter(model, num_drafts) if num_drafts else None
     engine = captured_engine(model, settings, noting, drafter=drafter)
     sampling = SAMPLING | {"logprobs": 3, "min_p": 0.01, "top_k": 50}
     for n in range(3):
         engine.add_request(prompt(11 + n, seed=n), SamplingParams(40, ignore_eos=True, **sampling))
-    # What computes on a CPU is not what does on a device: each kernel is one operation.
-    for module, kernel in KERNELS:
-        monkeypatch.setattr(module, kernel, waits.unseen(getattr(module, kernel)))
     engine.step(), engine.step()  # prompts; a replay
     wait = Sampled.wait
     monkeypatch.setattr(Sampled, "wait", lambda copy: calls.append(copy) or wait(copy))
     for _ in range(7):  # past the end of a block
         waits.found.clear(), calls.clear()
         before = engine._in_flight.sampled if is_async else None
-        with waits:
+        with capturing(waits):
             told = engine.step()
         assert told.num_generated >= 3 and told.num_drafts == 3 * num_drafts
         assert waits.found == ["tolist"] and len(calls) == 2 and calls[0] == "replay"
         assert before in (None, calls[1])
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [("gemma4-tiny", []), ("gpt-oss-tiny", []), ("deepseek-v4-tiny", []), ("deepseek-v4-tiny", ["fp4"])],
+)  # fmt: skip
+def test_nothing_is_compiled_after_the_start(name, experts):
+    """Requests of all lengths, batches of all sizes, prompts beside decodes, and drafts."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    code = "import json, sys; from tests.support.models.variants import session; print(json.dumps(session(sys.argv[1], 60, *sys.argv[2:])))"
+    found = json.loads(printed(code, name, *experts, cwd=ROOT, env=environment))
+    assert not found["later"], found["later"]
+    counts = collections.Counter(found["start"])
+    assert counts.pop("sample_kernel") == 2
+    assert 4 <= counts.total() <= 33, counts

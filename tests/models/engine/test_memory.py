@@ -23,18 +23,17 @@ from quire.models.engine.memory import (
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.sampler import Sampler, draw_columns
 from quire.models.loading.random_weights import random_model
-from tests.models.engine.test_engine import build
+from tests.models.engine.test_engine import build, prompt
+
+DENSE = GroupSpec("d", "dense", 16, 100)
+
 
 GROUPS = {
-    "dense": [GroupSpec("d", "dense", 16, 100)],
-    "hybrid": [
-        GroupSpec("d", "dense", 16, 100),
-        GroupSpec("w", "window", 32, 100, sliding_window=70),
-    ],
+    "dense": [DENSE],
+    "hybrid": [DENSE, GroupSpec("w", "window", 32, 100, sliding_window=70)],
     "windows": [
         GroupSpec("d", "dense", 32, 100),
-        GroupSpec("w", "window", 16, 100, sliding_window=16),
-        GroupSpec("v", "window", 16, 100, sliding_window=300),
+        *(GroupSpec(f"w{n}", "window", 16, 100, sliding_window=n) for n in (16, 300)),
     ],
 }
 
@@ -60,22 +59,19 @@ def test_a_request_never_needs_more_pages_than_its_bound(name, drafts):
     assert bound - 3 * len(groups) <= most <= bound
 
 
-def test_as_many_requests_fit_as_the_plan_says():
-    model = build("gemma3-tiny")
-    for num_pages, n in ((61, 100), (200, 333)):
-        engine = Engine(
-            model, EngineConfig(num_pages=num_pages, max_num_seqs=50, max_num_batched_tokens=512)
-        )
-        count = engine.memory.num_fitting(n)
-        assert 1 < count < 50
-        rng = np.random.default_rng(0)
-        for _ in range(count):
-            engine.add_request(rng.integers(3, 259, n - 6), SamplingParams(6, ignore_eos=True))
-        while engine.has_work:
-            report = engine.step()
-            assert report.num_preempted == 0
-            if report.num_prefills == 0 and not report.finished:
-                assert report.num_decodes == count, "they all hold their pages at once"
+@pytest.mark.parametrize(("num_pages", "n"), [(61, 100), (200, 333)])
+def test_as_many_requests_fit_as_the_plan_says(num_pages, n):
+    settings = {"max_num_seqs": 50, "max_num_batched_tokens": 512}
+    engine = Engine(build("gemma3-tiny"), EngineConfig(num_pages=num_pages, **settings))
+    count = engine.memory.num_fitting(n)
+    assert 1 < count < 50
+    for seed in range(count):
+        engine.add_request(prompt(n - 6, seed), SamplingParams(6, ignore_eos=True))
+    while engine.has_work:
+        report = engine.step()
+        assert report.num_preempted == 0
+        if report.num_prefills == 0 and not report.finished:
+            assert report.num_decodes == count, "they all hold their pages at once"
 
 
 def model_on(device, **config):

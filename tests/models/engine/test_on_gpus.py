@@ -63,40 +63,32 @@ def current(monkeypatch):
 
 def test_a_step_runs_on_the_device_of_its_engine(current, monkeypatch):
     """Forward passes, drafts, captures and replays, whatever device is the current one."""
-    seen, model = [], ToyModel()
-    drafter = NGramDrafter(2, min_ngram=1)
+    seen, model, drafter = set(), ToyModel(), NGramDrafter(2, min_ngram=1)
 
     def noted(name, call):
-        def wrapped(*args):
-            seen.append((name, current[0]))
-            return call(*args)
+        return lambda *args: (seen.add((name, current[0])), call(*args))[1]
 
-        return wrapped
+    def on_second_device(*args, **more):
+        builder = BatchBuilder(*args, **more)
+        builder.tables = builder.tables.as_subclass(OnSecondDevice)
+        return builder
 
-    model.register_forward_pre_hook(lambda *_: seen.append(("forward", current[0])))
+    model.register_forward_pre_hook(noted("forward", lambda *_: None))
     drafter.propose = noted("draft", drafter.propose)
-
-    class Builder(BatchBuilder):
-        def __init__(self, *arguments, **more):
-            super().__init__(*arguments, **more)
-            self.tables = self.tables.as_subclass(OnSecondDevice)
-
-    monkeypatch.setattr(runner, "BatchBuilder", Builder)
-    config = EngineConfig(
-        num_pages=50, max_num_seqs=2, max_num_batched_tokens=64, decode_graphs=True
-    )
+    monkeypatch.setattr(runner, "BatchBuilder", on_second_device)
+    settings = {"num_pages": 50, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     engine = captured_engine(
         model,
-        config,
-        lambda work: noted("replay", noted("capture", lambda w: w)(work)),
+        EngineConfig(decode_graphs=True, **settings),
+        noted("capture", lambda work: noted("replay", work)),
         drafter=drafter,
     )
-    engine.add_request([5, 6, 7, 5, 6], SamplingParams(12, ignore_eos=True))
-    engine.add_request([9], SamplingParams(12, ignore_eos=True))
+    for prompt in ([5, 6, 7, 5, 6], [9]):
+        engine.add_request(prompt, SamplingParams(12, ignore_eos=True))
     while engine.has_work:
         engine.step()
         assert current == [0]
-    assert set(seen) == {(name, 1) for name in ("forward", "draft", "capture", "replay")}
+    assert seen == {(name, 1) for name in ("forward", "draft", "capture", "replay")}
 
 
 @pytest.fixture
@@ -122,22 +114,20 @@ def runtime(current, monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_table_on_the_host_is_page_locked_once_for_the_device_of_the_ids(dtype, runtime, current):
+def test_a_table_on_the_host_is_page_locked_once_for_the_device_of_the_ids(runtime, current):
     """It is read in place until the model is gone; the call after a refusal tries again."""
-    table = HostEmbedding(7, 5, WeightPlacement(torch.device("cpu"), dtype), scale=2.0)
+    table = HostEmbedding(7, 5, WeightPlacement(torch.device("cpu"), torch.bfloat16), scale=2.0)
     table.weight.data.copy_(torch.randn(7, 5))
     ids = torch.tensor([3, 0, 3, 6])
-    expected = 2 * table.weight[ids]
+    expected, there = 2 * table.weight[ids], ids.as_subclass(OnSecondDevice)
     assert torch.equal(table(ids), expected) and not runtime.locked
     runtime.status = 2
     with pytest.raises(MemoryError, match="host memory that the driver pins, got CUDA error 2"):
-        table(ids.as_subclass(OnSecondDevice))
+        table(there)
     runtime.status = 0
     for _ in range(2):
-        assert torch.equal(table(ids.as_subclass(OnSecondDevice)), expected)
-        assert current == [0]
-    assert runtime.locked == {table.weight.data_ptr(): (35 * dtype.itemsize, 0, 1)}
+        assert torch.equal(table(there), expected) and current == [0]
+    assert runtime.locked == {table.weight.data_ptr(): (70, 0, 1)}
     del table
     gc.collect()
     assert not runtime.locked
@@ -170,78 +160,65 @@ def test_memory_that_torch_keeps_of_freed_tensors_is_free(monkeypatch):
 def test_where_decode_goes_through_graphs(device, wanted, impl, made):
     """made: None = refused."""
     config = EngineConfig(decode_graphs=wanted, impl=impl, max_num_seqs=5)
+    device = torch.device(device)
     if made is None:
         with pytest.raises(NotImplementedError, match="decode_graphs: supported with"):
-            sizes_to_capture(config, torch.device(device))
-    else:
-        sizes = sizes_to_capture(config, torch.device(device))
-        assert sizes == ([1, 2, 4, 5] if made else [])
-        many = replace(config, max_num_seqs=100)
-        sizes = sizes_to_capture(many, torch.device(device))
-        assert sizes == ([1, 2, 4, *range(8, 65, 8), 96, 100] if made else [])
+            sizes_to_capture(config, device)
+        return
+    many = [1, 2, 4, *range(8, 65, 8), 96, 100]
+    for most, sizes in ((5, [1, 2, 4, 5]), (100, many)):
+        assert sizes_to_capture(replace(config, max_num_seqs=most), device) == sizes * made
 
 
 class OnDevice(TorchDispatchMode):
-    """Refuse tensors of the host and of its values: graphs copy from pinned memory alone."""
-
-    def __enter__(self):
-        self._patch = pytest.MonkeyPatch()
-        for name in FROM_HOST:
-            self._patch.setattr(torch, name, self._refuse)
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self._patch.undo()
-        return super().__exit__(*error)
-
-    @staticmethod
-    def _refuse(*args, **kwargs):
-        raise AssertionError("a copy from the cpu")
+    """Refuse tensors of the host: graphs copy from pinned memory alone."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
         tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
-        devices = {t.device.type for t in tensors}
-        assert devices <= {"meta"}, (op, devices)
+        assert {t.device.type for t in tensors} <= {"meta"}, op
         return out
 
 
-def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
+def refused(*args, **kwargs):
+    raise AssertionError("a copy from the cpu")
+
+
+def capture_without_storage(model, monkeypatch, **settings):
     """Launches of Triton in a captured decode step of a meta model that stands for a GPU."""
     launches = []
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta))
-    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)
-    properties = SimpleNamespace(
-        major=capability[0], minor=capability[1], multi_processor_count=132
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(per_layer, "_device_view", lambda host, device: host)
-    monkeypatch.setattr(per_layer, "page_lock", lambda host, owner: None)
-
-    monkeypatch.setattr(launching, "launch", lambda kernel, *_, **more: launches.append(kernel))
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    for owner, name, value in (
+        (torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta)),
+        (torch.Tensor, "data_ptr", lambda tensor: 0),
+        (torch.cuda, "get_device_properties", lambda device: properties),
+        (torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        (torch.cuda, "is_current_stream_capturing", lambda: True),
+        (per_layer, "_device_view", lambda host, device: host),
+        (per_layer, "page_lock", lambda host, owner: None),
+        (launching, "launch", lambda kernel, *_, **more: launches.append(kernel)),
+    ):
+        monkeypatch.setattr(owner, name, value)
     cache = model_cache(model, max_requests=4, **settings)
     kv = KVCache(cache.groups, num_pages=2, max_requests=4, max_model_len=256)
-    pool, layout = cache.allocate(2), kv.layout
+    pool, widths = cache.allocate(2), [kv.layout.columns(g)[1] for g in range(len(cache.groups))]
     builder = SimpleNamespace(
-        num_groups=len(layout.groups),
+        num_groups=len(widths),
         token_ids=lambda ids: ids,
         planner=None,
         gather=lambda slots, _: tuple(
-            torch.empty(4, layout.columns(g)[1], dtype=torch.int32, device=META)
-            for g in range(len(layout.groups))
+            torch.empty(4, width, dtype=torch.int32, device=META) for width in widths
         ),
     )
 
-    def forward(input_ids, positions, attn):
-        return model(input_ids, positions, attn, pool)
-
     def capture(work):
-        with OnDevice():
+        with monkeypatch.context() as patch, OnDevice():
+            for name in FROM_HOST:
+                patch.setattr(torch, name, refused)
             work()
 
     monkeypatch.setattr(graphs, "default_capture", lambda device: capture)
+    forward = lambda ids, positions, attn: model(ids, positions, attn, pool)  # noqa: E731
     decode = DecodeGraphs(forward, builder, sizes=[4], max_seq_len=256, device=META)
     decode.add(decode.shapes[0])
     return launches
@@ -269,22 +246,20 @@ def test_a_captured_step_with_packed_experts(experts, monkeypatch):
 
 def test_on_a_gpu_copies_run_behind_the_model_and_are_awaited(monkeypatch):
     """A stream for each direction waits for the model's, then copies, then records."""
-    log, ended = [], []
+    log, ended, names = [], [], iter(("model", "store", "load"))
 
     class Stream:
         def __init__(self, device=None):
-            self.name = f"stream {len(names)}"
-            names.append(self.name)
+            self.name = next(names)
 
         def wait_stream(self, other):
             log.append((self.name, "waits for", other.name))
 
         def record_event(self):
             log.append((self.name, "records"))
-            number = len(log)
             return SimpleNamespace(
-                query=lambda: number in ended,
-                synchronize=lambda: log.append(("host waits for", number)),
+                query=lambda: self.name in ended,
+                synchronize=lambda: log.append(("host waits for", self.name)),
             )
 
         def __enter__(self):
@@ -293,30 +268,27 @@ def test_on_a_gpu_copies_run_behind_the_model_and_are_awaited(monkeypatch):
         def __exit__(self, *_):
             current.pop()
 
-    names = []
     current = [Stream()]
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
-    for name in ("gather_pages", "scatter_pages"):
-        done = lambda *_, name=name: log.append((current[-1].name, name))  # noqa: E731
-        monkeypatch.setattr(host_tier, name, done)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, **options: x)
+    for owner, name, value in (
+        (torch.cuda, "Stream", Stream),
+        (torch.cuda, "stream", lambda stream: stream),
+        (torch.cuda, "current_stream", lambda device=None: current[-1]),
+        (host_tier, "gather_pages", lambda *_: log.append((current[-1].name, "gathers"))),
+        (host_tier, "scatter_pages", lambda *_: log.append((current[-1].name, "scatters"))),
+        (torch.Tensor, "pin_memory", lambda x: x),
+        (torch.Tensor, "to", lambda x, *args, **options: x),
+    ):
+        monkeypatch.setattr(owner, name, value)
     pool = SimpleNamespace(device=torch.device("cuda"))
     copier = PageCopier(pool, SimpleNamespace(rows=None))
-    assert log == [("stream 0", "gather_pages"), ("stream 0", "scatter_pages")]  # compiled
-    for kind, stream, copy in (
-        ("store", "stream 1", "gather_pages"),
-        ("load", "stream 2", "scatter_pages"),
-    ):
+    assert log == [("model", "gathers"), ("model", "scatters")]  # compiled
+    pages = np.array([1, 2], dtype=np.int32)
+    for kind, copy in (("store", "gathers"), ("load", "scatters")):
         log.clear()
-        pages = np.array([1, 2], dtype=np.int32)
         copier.start(SimpleNamespace(kind=kind, sources=pages, targets=pages + 2, num_bytes=384))
-        assert log == [(stream, "waits for", "stream 0"), (stream, copy), (stream, "records")]
+        assert log == [(kind, "waits for", "model"), (kind, copy), (kind, "records")]
         assert copier.poll() == [] and copier.has_jobs
         copier.wait()
-        assert log[3:] == [("host waits for", 3)]
-        ended.append(3)
+        assert log[3:] == [("host waits for", kind)]
+        ended.append(kind)
         assert [c.job.kind for c in copier.poll()] == [kind]
-        ended.clear()

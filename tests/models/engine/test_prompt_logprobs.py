@@ -22,8 +22,8 @@ def model(request):
 
 def check(model, output, top=TOP):
     """Logits differ by `tolerance` at most, so log-probabilities by twice that: log-sum-exp moves
-    no more than they do. Rounding of
-    fp32's log-softmax, of numbers below 32, comes on top."""
+    no more than they do. Rounding of fp32's log-softmax, of numbers below 32, comes on top.
+    """
     ids = output.prompt_token_ids
     exact = model.full_forward(torch.tensor(ids, device=DEVICE)).double().log_softmax(dim=-1).cpu()
     allowed = 2 * tolerance(model) + 32 * 4 * 2.0**-24
@@ -41,11 +41,10 @@ def check(model, output, top=TOP):
 @pytest.mark.parametrize(("budget", "max_rows"), [(17, 400), (500, 5)])
 def test_in_chunks_beside_others_and_where_a_hit_was_possible(model, budget, max_rows, monkeypatch):
     monkeypatch.setattr(memory, "MAX_PROMPT_LOGITS", max_rows * model.config.vocab_size + 3)
-    run = Recorder(model, max_num_batched_tokens=budget)
-    counts, score = [], run.engine._sampler.score_prompts
-    run.engine._sampler.score_prompts = lambda logits, rows: (
-        counts.append(len(logits)) or score(logits, rows)
-    )
+    run, counts = Recorder(model, max_num_batched_tokens=budget), []
+    sampler = run.engine._sampler
+    score = sampler.score_prompts
+    sampler.score_prompts = lambda logits, rows: counts.append(len(logits)) or score(logits, rows)
     run.add(prompt(70), request_id="others", max_tokens=30)
     run.add([*prompt(70)[:60], *prompt(9, seed=1)], request_id="a", sampling=WANTED)
     run.add(prompt(40, seed=2), request_id="b", sampling={"prompt_logprobs": 0, "logprobs": 2})
@@ -54,17 +53,15 @@ def test_in_chunks_beside_others_and_where_a_hit_was_possible(model, budget, max
     run.add([7], request_id="one token", sampling=WANTED)
     run.add([7, 8], request_id="two tokens", sampling=WANTED)
     run.add(prompt(90), request_id="hit", max_tokens=3)
-    run.run()
-    for name, top in (("a", TOP), ("b", 0), ("again", TOP), ("two tokens", TOP)):
-        output = check(model, run.outputs[name], top)
-        assert output.num_cached_tokens == 0
+    outputs = run.run()
+    for name in outputs:
         run.check(name)  # the logits that it samples from
-    assert run.outputs["again"].limited_by == "max-tokens"
-    assert run.outputs["one token"].prompt_logprobs == (None,)
-    for name in ("others", "hit"):
-        assert run.check(name).prompt_logprobs is None
-    assert run.outputs["hit"].num_cached_tokens > 0
-    assert len(run.outputs["b"].logprobs) == 8
+    for name, top in (("a", TOP), ("b", 0), ("again", TOP), ("two tokens", TOP)):
+        assert check(model, outputs[name], top).num_cached_tokens == 0
+    assert outputs["again"].limited_by == "max-tokens"
+    assert outputs["one token"].prompt_logprobs == (None,)
+    assert outputs["others"].prompt_logprobs is outputs["hit"].prompt_logprobs is None
+    assert outputs["hit"].num_cached_tokens > 0 and len(outputs["b"].logprobs) == 8
     # No row is scored twice, and a step has as many as fit.
     assert sum(counts) == 68 + 39 + 89 + 1
     assert max_rows == 400 or max(counts) == max_rows

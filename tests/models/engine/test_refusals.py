@@ -1,16 +1,29 @@
-"""Settings, prompts and sampling parameters of another type or out of range: each is refused by its name."""
+"""Settings, sizes, prompts and parameters of another type or out of range: each is refused by its name.
+
+Also sizes that are taken, at their limits.
+"""
+
+from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
+from quire.kernels.common.checks import HEAD_DIMS
+from quire.kvcore import GroupSpec, KVCache
+from quire.kvcore.device import BatchBuilder
+from quire.models.config.model import FULL
 from quire.models.config.named import get_config
+from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
-from tests.support.models.toy import ToyModel
+from tests.models.deepseek_v4.test_engine import V4Recorder
+from tests.models.engine.test_engine import Recorder
+from tests.support.models.toy import ToyModel, finish
 
 INTS, FLAGS = ("4", 4.0, True, -1, [4]), ("yes", 1, 0)
 SETTINGS = {
@@ -54,38 +67,29 @@ def test_settings_out_of_range(settings, message):
         Engine(model, EngineConfig(**{"num_pages": 20} | settings))
 
 
-def test_settings_that_a_model_does_not_support():
-    with pytest.raises(NotImplementedError, match=r"^kv_cache_dtype: ToyModel supports \['auto'\], got 'fp8'"):  # fmt: skip
+def test_settings_that_a_model_or_the_memory_does_not_allow(monkeypatch):
+    message = r"^kv_cache_dtype: ToyModel supports \['auto'\], got 'fp8'"
+    with pytest.raises(NotImplementedError, match=message):
         Engine(ToyModel(), EngineConfig(num_pages=50, kv_cache_dtype="fp8"))
-
-
-def test_memory_that_is_not_there(monkeypatch):
-    def no_memory(*args, **options):
-        raise MemoryError("no room")
-
+    no_memory = Mock(side_effect=MemoryError("no room"))
     monkeypatch.setattr("quire.models.engine.runner.KVCache", no_memory)
     with pytest.raises(ValueError, match="config: expected settings that fit the memory: no room"):
         Engine(ToyModel(), EngineConfig(num_pages=100, max_num_seqs=4))
 
 
-def test_prompts_of_any_kind_and_only_ids():
+def test_prompts_of_any_kind():
     engine, ids = Engine(ToyModel(), EngineConfig(num_pages=60, max_model_len=64)), [5, 6, 7] * 9
 
-    def run(prompt):
+    def run(prompt, new=None):
         engine.add_request(prompt, SamplingParams(4, ignore_eos=True))
-        while engine.has_work:
-            report = engine.step()
-        return report.finished[0].token_ids
+        if new is not None:
+            prompt[:] = new
+        return finish(engine)[0].token_ids
 
     kinds = [np.array(ids, dtype=d) for d in ("u1", "i2", "u8", "i8")]
-    kinds += [torch.tensor(ids), torch.tensor(ids, dtype=torch.uint8), tuple(ids), [np.int64(i) for i in ids]]  # fmt: skip
-    assert {run(kind) for kind in kinds} == {run(ids)}
-    mine = np.array(ids)
-    engine.add_request(mine, SamplingParams(4, ignore_eos=True))
-    mine[:] = 60  # the engine has its own
-    while engine.has_work:
-        report = engine.step()
-    assert report.finished[0].token_ids == run(ids)
+    kinds += [torch.tensor(ids), torch.tensor(ids, dtype=torch.uint8)]
+    kinds += [tuple(ids), [np.int64(i) for i in ids]]
+    assert {run(kind) for kind in kinds} == {run(ids)} == {run(np.array(ids), new=60)}
 
 
 @pytest.mark.parametrize(
@@ -109,9 +113,10 @@ def test_what_is_no_prompt(prompt, expected):
 def test_arguments_of_requests():
     engine = Engine(ToyModel(), EngineConfig(num_pages=60))
     engine.add_request([5], request_id="a")
-    for name, given in (("params", {"max_tokens": 3}), ("request_id", 5), ("request_id", []), ("request_id", "a"), ("salt", "x")):  # fmt: skip
+    names = {"params": [{"max_tokens": 3}], "request_id": [5, [], "a"], "salt": ["x"]}
+    for name, value in [(name, value) for name, values in names.items() for value in values]:
         with pytest.raises(ValueError, match=f"^{name}: expected "):
-            engine.add_request([5], **{name: given})
+            engine.add_request([5], **{name: value})
     for unknown in ("x", 5, [], None):
         with pytest.raises(ValueError, match=r"^request_id: expected an unfinished request"):
             engine.abort(unknown)
@@ -142,22 +147,114 @@ def test_sampling_parameters(name, value, expected):
         SamplingParams(**{name: value})
 
 
-def test_numbers_of_numpy():
+def test_what_settings_and_parameters_keep():
     params = SamplingParams(
         np.int64(3), temperature=np.float32(1), stop=None, stop_token_ids=np.int8(7)
     )
     assert type(params.max_tokens) is int and type(params.temperature) is float
     assert params.stop == () and params.stop_token_ids == (7,)
-    assert SamplingParams(stop="a", stop_token_ids=[1, 2]).stop == ("a",)
+    assert SamplingParams(stop="a").stop == ("a",)
+    assert SamplingParams(stop=["a", "b"]) == SamplingParams(stop=("a", "b"))
     ids = SamplingParams(stop_token_ids=np.array([1, 2])).stop_token_ids
     assert ids == (1, 2) and all(type(i) is int for i in ids)
-    assert SamplingParams(stop=["a", "b"]) == SamplingParams(stop=("a", "b"))
     config = EngineConfig(max_num_seqs=np.int64(3), num_pages=np.int32(100), seed=np.uint8(1))
     assert type(config.max_num_seqs) is type(config.num_pages) is type(config.seed) is int
 
 
-def test_drafters():
-    with pytest.raises(ValueError, match="max_draft_tokens: expected >= 1, got 0"):
-        NGramDrafter(0)
-    with pytest.raises(ValueError, match="min_ngram <= max_ngram, got 3 and 2"):
-        NGramDrafter(2, max_ngram=2, min_ngram=3)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_draft_tokens": 0}, "max_draft_tokens: expected >= 1, got 0"),
+        ({"max_ngram": 2, "min_ngram": 3}, "min_ngram <= max_ngram, got 3 and 2"),
+    ],
+)
+def test_drafters(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        NGramDrafter(**arguments)
+
+
+def resized(name, head_dim, num_heads, num_kv_heads):
+    base = get_config(name)
+    sizes = {"head_dim": head_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    sliding = None if base.sliding is None else replace(base.sliding, **sizes)
+    return replace(base, full=replace(base.full, **sizes), sliding=sliding)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads", "num_kv_heads", "name", "kv_cache_dtype"),
+    [
+        (24, 4, 2, "gemma3-tiny", "auto"), (6, 3, 1, "gpt-oss-tiny", "fp8"),
+        (2, 5, 5, "gemma3-tiny", "fp8"), (96, 6, 2, "gpt-oss-tiny", "auto"),
+        (40, 7, 1, "gemma3-tiny", "auto"), (100, 4, 4, "gpt-oss-tiny", "fp8"),
+        (768, 1, 1, "gemma3-tiny", "fp8"),
+    ],
+)  # fmt: skip
+def test_torch_takes_any_head_size(name, head_dim, num_heads, num_kv_heads, kv_cache_dtype):
+    model = random_model(resized(name, head_dim, num_heads, num_kv_heads))
+    run = Recorder(model, kv_cache_dtype=kv_cache_dtype)
+    ids = [run.add(tokens, 4) for tokens in ([5, 6, 7] * 11, [8] * 70, [9, 10])]
+    run.run()
+    for request_id in ids:
+        assert len(run.outputs[request_id].token_ids) == 4
+        if kv_cache_dtype == "auto":
+            run.check(request_id)
+
+
+V4 = get_config("deepseek-v4-tiny")
+REFUSED = [
+    *((resized("gemma3-tiny", size, 2, 1), "triton",
+       r"impl: 'triton' is supported with a head_dim in \[16, .*"
+       rf"'gemma3-tiny' has {size} in layers of .*; 'torch' takes any") for size in (24, 96, 768)),
+    *((replace(V4, **changes), None, message) for changes, message in (
+        ({"rope_dim": 6}, "rope_dim: supported are powers of two, 'deepseek-v4-tiny' has 6"),
+        ({"index_num_heads": 129}, "index_num_heads: supported are up to 128, .* has 129"),
+        ({"index_topk": 5000}, "index_topk: supported are up to 4096, .* has 5000"),
+        ({"head_dim": 48}, "head_dim: 48 is not one of"),
+        ({"index_head_dim": 24}, "index_dim: 24 is not one of"),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "impl", "message"), REFUSED)
+def test_sizes_that_kernels_are_not_made_for_are_refused_at_once(
+    config, impl, message, monkeypatch
+):
+    monkeypatch.setattr("quire.models.engine.runner.expect_impl", lambda *_: None)  # as on a GPU
+    with pytest.raises(NotImplementedError, match=message):
+        Engine(random_model(config), EngineConfig(impl=impl, num_pages=200))
+
+
+def test_sizes_that_kernels_are_made_for():
+    for head_dim in HEAD_DIMS:
+        random_model(resized("llama-tiny", head_dim, 2, 1)).expect_impl("triton")
+    base = resized("gemma3-tiny", 32, 2, 1)
+    sliding = replace(base.sliding, head_dim=24)  # of no layer
+    only_full = replace(base, layer_types=(FULL,) * len(base.layer_types), sliding=sliding)
+    random_model(only_full).expect_impl("triton")
+
+
+@pytest.mark.parametrize(
+    ("window", "csa", "hca", "blocks"),
+    [
+        (24, 4, 16, (32, 8)), (16, 4, 8, (16, 8)), (128, 4, 128, (256, 64)),
+        (1, 2, 3, (6, 1)), (127, 4, 128, (256, 32)), (7, 6, 4, (12, 3)),
+    ],
+)  # fmt: skip
+def test_default_blocks_of_deepseek_v4_fit_every_window_and_ratio(window, csa, hca, blocks):
+    config = replace(V4, sliding_window=window, csa_ratio=csa, hca_ratio=hca)
+    plan = plan_cache(config, CacheFormat(torch.float32))
+    sizes = {g.block_size for g in plan.groups if g.name.startswith("window")}
+    assert (plan.groups[0].block_size, *sizes) == blocks
+    if hca < 100:
+        run = V4Recorder(random_model(config), max_num_batched_tokens=37)
+        request_id = run.add([5, 6, 7] * 25, 5)
+        run.run()
+        run.check(request_id)
+
+
+def test_a_batch_refuses_state_groups():
+    """A model that makes its own groups learns it at once, not from wrong logits."""
+    groups = [GroupSpec("a", "dense", 16, 4096), GroupSpec("b", "state", 16, 4096)]
+    kv = KVCache(groups, num_pages=9, max_requests=1, max_model_len=64, track_deltas=True)
+    with pytest.raises(NotImplementedError, match="supported are dense and window groups"):
+        BatchBuilder(kv, "cpu")

@@ -1,14 +1,56 @@
-"""Replays: what a prefix has in pages of whole prompts is cached and no resume point is, so tokens are computed again. Compared with runs
-without a cache."""
+"""Hits and replays.
+
+Logits behind a hit are to the bit those of a cold run whose chunks fall on the same rows. Replays:
+what a prefix has in pages of whole prompts is cached and no resume point is, so tokens are computed
+again; compared with runs without a cache.
+"""
 
 from dataclasses import replace
 
 import pytest
+import torch
 
 from quire.models.config.named import get_config
 from quire.models.loading.random_weights import random_model
 from tests.models.deepseek_v4.test_engine import DRAFTERS, V4Recorder
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
+from tests.support.models.few import few
+
+FP32, E4M3 = "auto", "fp8"
+CASES = [
+    *((name, FP32) for name in ("gemma3-tiny", "gemma4-small", "deepseek-v4-tiny")),
+    # What a hit reads is quantized, as is what the cold run reads.
+    *((name, E4M3) for name in ("gemma4-e-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-small")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), CASES)
+def test_hits_and_resumed_requests_are_bit_equal_to_cold_ones(name, kv_cache_dtype):
+    model, record = random_model(few(name), device=DEVICE), Recorder
+    if "deepseek" in name:
+        record = V4Recorder
+    alignment = record(model).engine.kv.alignment
+    tokens = prompt(3 * alignment + 9, 4)
+
+    def run(**settings):
+        chunks = {"max_num_batched_tokens": alignment, "max_num_seqs": 1, "retention": "dense"}
+        return record(model, kv_cache_dtype=kv_cache_dtype, **chunks, **settings)
+
+    cold, warm, disturbed = run(enable_caching=False), run(), run()
+    logits = []
+    for recorder, hits in ((cold, [0]), (warm, [0, 3 * alignment])):
+        ids = [recorder.add(tokens, 6) for _ in hits]
+        recorder.run()
+        assert [recorder.outputs[i].num_cached_tokens for i in ids] == hits
+        logits += [torch.stack(recorder.logits[i]) for i in ids]
+    preempted = disturbed.add(tokens, 6)
+    disturbed.run(max_steps=3)
+    disturbed.engine.scheduler._requeue(list(disturbed.engine.scheduler.running))
+    disturbed.run()
+    assert disturbed.reports[3].q_lens.tolist() == [9], "from the boundary before it"
+    logits.append(torch.stack(disturbed.logits[preempted]))
+    assert all(torch.equal(other, logits[0]) for other in logits[1:])
+
 
 # Tokens that restore all windows of 16: 15 a layer with keys of its own, and the drafter's in DeepSeek-V4.
 REPLAYED = {"gemma3-tiny": 75, "gemma4-tiny": 60, "gemma4-e-tiny": 60, "gpt-oss-tiny": 30, "deepseek-v4-tiny": 7 * 15 + 1}  # fmt: skip
@@ -76,11 +118,8 @@ def test_a_replay_leaves_a_resume_point(model):
     assert run.engine.kv.stats()["replayed_tokens"] == 224 - start_of(run, 224)
 
 
-REQUESTS = [(prompt(330)[: 240 + 9 * i], 24) for i in range(5)]
-
-
 def outputs(run):
-    ids = [run.add(*request) for request in REQUESTS]
+    ids = [run.add(prompt(330)[: 240 + 9 * i], 24) for i in range(5)]
     run.run()
     return {request_id: run.check(request_id).token_ids for request_id in ids}
 
@@ -92,14 +131,11 @@ def plain(model):
 
 @pytest.mark.parametrize(
     ("model", "name", "num_pages"),
-    [
-        ("gemma4-tiny", "n-gram", 34),
-        *(("deepseek-v4-tiny", name, 60) for name in DRAFTERS),
-    ],
+    [("gemma4-tiny", "n-gram", 34), *(("deepseek-v4-tiny", name, 60) for name in DRAFTERS)],
     indirect=["model"],
 )
 def test_drafts_and_preemptions(model, plain, name, num_pages):
-    """A pool too small for the five requests: some are preempted, and replay what they had computed."""
+    """A pool too small for the requests: some are preempted, and replay what they had computed."""
     drafter = DRAFTERS[name](model)
     drafter.outputs = plain
     run = forgetful(model, drafter=drafter, num_pages=num_pages)

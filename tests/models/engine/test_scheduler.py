@@ -1,13 +1,19 @@
 """Decisions of the scheduler, seen with a model of integers (`tests.support.models.toy`)."""
 
+from dataclasses import replace
+
+import torch
+
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
+from quire.models.engine.speculative import NGramDrafter
+from tests.models.engine.test_engine_many import alone
 from tests.support.models.toy import ToyModel
 
 
-def engine(**settings):
+def engine(model=None, **settings):
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_pages": 100} | settings
-    return Engine(ToyModel(), EngineConfig(**settings))
+    return Engine(model or ToyModel(), EngineConfig(**settings))
 
 
 def finish(engine):
@@ -73,12 +79,73 @@ def test_a_request_that_never_fits_is_dropped_with_its_samples_and_the_others_go
     assert list(finish(run)[0]) == ["long"]
 
 
-def test_samples_follow_the_first_one_before_requests_that_came_later():
+def test_samples_share_the_prompt_and_come_before_requests_that_came_later():
     run, ended = engine(max_num_seqs=1), []
-    run.add_request([5] * 20, SamplingParams(2, temperature=1.0, n=3, ignore_eos=True))
+    run.add_request([5] * 53, SamplingParams(2, temperature=1.0, n=3, ignore_eos=True))
     run.add_request([6] * 20, SamplingParams(2, ignore_eos=True))
     while run.has_work:
-        ended += [(o.request_id, o.sample) for o in run.step().finished]
-    assert ended == [("0", 0), ("0", 1), ("0", 2), ("1", 0)]
+        ended += [(o.request_id, o.sample, o.num_cached_tokens) for o in run.step().finished]
+    assert ended == [("0", 0, 0), ("0", 1, 48), ("0", 2, 48), ("1", 0, 0)]
+    # Of a sample, nothing but the rest behind the last boundary is computed again.
+    assert run.totals.num_tokens == (53 + 1) + 2 * (5 + 1) + (20 + 1)
     run.abort(run.add_request([5] * 20, SamplingParams(2, n=3)))  # before its prompt ran
     assert not run.has_work and not run.scheduler.siblings and not run.scheduler.waiting
+
+
+def test_a_dropped_row_of_nan_is_not_found():
+    """The row behind the last token of a request is cached before it is known to be bad."""
+    tokens = [5 + n % 7 for n in range(14)]
+    params = SamplingParams(20)
+    model = ToyModel()
+    [_, last, *_] = alone(model, tokens, replace(params, max_tokens=3))
+    model.config.eos_token_ids = (last,)  # its row, the 16th, ends a block
+    forward = model.forward
+
+    def spoiled(input_ids, positions, *args, **more):
+        logits = forward(input_ids, positions, *args, **more)
+        return logits.index_fill(
+            0, (positions[more["logits_rows"]] == 15).nonzero()[:, 0], torch.nan
+        )
+
+    model.forward = spoiled
+    engine = Engine(
+        model,
+        EngineConfig(
+            max_num_seqs=4, max_num_batched_tokens=24, num_pages=60, async_scheduling=True
+        ),
+    )
+    cleared, clear = [], engine.kv.clear
+    engine.kv.clear = lambda: (
+        cleared.append(engine.kv.match([*tokens, *outputs[0].token_ids, 9]).num_tokens),
+        clear(),
+    )
+    engine.add_request(tokens, params)
+    outputs = []
+    engine.add_request([9] * 30, SamplingParams(30, ignore_eos=True))
+    while engine.has_work:  # `cleared` reads the outputs so far
+        outputs += engine.step().finished
+    assert [o.finish_reason for o in outputs] == ["stop", "length"]
+    assert outputs[0].token_ids[-1] == last and cleared[0] == 16
+    assert engine.kv.match([*tokens, *outputs[0].token_ids, 9]).num_tokens == 0
+
+
+def test_where_it_is_on():
+    """By default on a GPU, and never with a drafter: drafts follow tokens that the host knows."""
+    small = {"num_pages": 50, "max_num_seqs": 2}
+    for wanted, drafter, on in (
+        (None, None, False),
+        (True, None, True),
+        (False, None, False),
+        (True, NGramDrafter(2), False),
+    ):
+        engine = Engine(ToyModel(), EngineConfig(async_scheduling=wanted, **small), drafter=drafter)
+        assert engine.runner.is_async == on
+        runs = []
+        engine.model.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        request_id = engine.add_request([5] * 9, SamplingParams(4, ignore_eos=True))
+        reports = [engine.step() for _ in range(4 + on)]
+        assert [r.num_generated for r in reports] == [0] * on + [1] * 4
+        assert [r.num_tokens for r in reports] == [0] * on + [9, 1, 1, 1]
+        assert engine.totals.num_steps == 4 and not engine.has_work
+        assert len(runs) == 4, "its length is known before its last token is"
+        assert [o.request_id for o in reports[-1].finished] == [request_id]

@@ -10,7 +10,7 @@ from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
 from tests.models.engine.test_engine_many import GIB_OF_A_PAGE, alone, end, later
 from tests.support.models.few import few
-from tests.support.models.toy import ToyModel
+from tests.support.models.toy import ToyModel, finish
 
 FAMILIES = ("gemma3-tiny", "gemma4-tiny", "gpt-oss-tiny", "llama-tiny", "deepseek-v4-tiny")
 PARAMS = SamplingParams(4, ignore_eos=True)
@@ -49,18 +49,10 @@ def test_pages_come_back_as_they_left(name):
     end(run.engine)
 
 
-def toy_engine(model=None, **settings):
+def toy_engine(**settings):
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_pages": 40} | settings
     settings = {"host_cache_gib": 300 * GIB_OF_A_PAGE} | settings
-    return Engine(model or ToyModel(), EngineConfig(**settings))
-
-
-def finish(engine):
-    """Outputs by id."""
-    outputs = {}
-    while engine.has_work:
-        outputs |= {o.request_id: o for o in engine.step().finished}
-    return outputs
+    return Engine(ToyModel(), EngineConfig(**settings))
 
 
 def behind(ends=lambda: False, **settings):
@@ -75,45 +67,36 @@ def behind(ends=lambda: False, **settings):
 @pytest.mark.parametrize("is_async", [False, True])
 def test_others_run_while_a_request_waits(is_async):
     engine, waits = behind(async_scheduling=is_async)
-    slow = engine.add_request(LONG, PARAMS)
-    same = engine.add_request([*LONG, 7, 8], PARAMS)  # waits for the same pages
-    quick = engine.add_request([9] * 20, PARAMS)
+    waiting = {"slow": LONG, "same": [*LONG, 7, 8]}  # for the same pages
+    for name, tokens in waiting.items():
+        engine.add_request(tokens, PARAMS, request_id=name)
+    engine.add_request([9] * 20, PARAMS, request_id="quick")
     first = []
     while not first:
         first += engine.step().finished
-    assert [o.request_id for o in first] == [quick] and not waits
+    assert [o.request_id for o in first] == ["quick"] and not waits
     assert len(engine.tiers.tiers.jobs) == 1
     assert first[0].explain() == "0 of 20 tokens: nothing of this prompt is cached"
     waited = engine.step()  # with no other request to run, the engine waits for copies
     assert waits and waited.idle == 0
-    outputs = finish(engine)
-    for request_id, tokens in ((slow, LONG), (same, [*LONG, 7, 8])):
-        output = outputs[request_id]
-        assert output.num_cached_tokens == output.num_loaded_tokens == 96
-        assert output.token_ids == alone(engine.model, tokens, PARAMS)
+    outputs = {o.request_id: o for o in finish(engine)}
+    for name, tokens in waiting.items():
+        assert outputs[name].num_cached_tokens == outputs[name].num_loaded_tokens == 96
+        assert outputs[name].token_ids == alone(engine.model, tokens, PARAMS)
     loaded = "96 of 100 tokens, 96 loaded from host memory: "
     loaded += "every segment before the last token was found"
-    assert outputs[slow].explain() == loaded
-    end(engine)
-
-
-def test_an_aborted_request_needs_no_load():
-    """Copies that have begun end; no request waits for them."""
-    engine, _ = behind()
-    aborted = engine.add_request(LONG, PARAMS)
-    engine.step()
-    assert engine.abort(aborted).finish_reason == "abort" and not engine.tiers.is_loading
+    assert outputs["slow"].explain() == loaded
     end(engine)
 
 
 def test_pages_that_copies_hold_are_waited_for():
     """No request is preempted for them, and none fails."""
     engine, waits = behind(num_pages=16)
-    first = engine.add_request([9] * 20, SamplingParams(60, ignore_eos=True))
+    engine.add_request([9] * 20, SamplingParams(60, ignore_eos=True), request_id="first")
     engine.step()
     engine.add_request(LONG, PARAMS)
-    outputs = finish(engine)
-    assert outputs[first].num_preemptions == 0 and outputs[first].finish_reason == "length"
+    outputs = {o.request_id: o for o in finish(engine)}
+    assert outputs["first"].num_preemptions == 0 and outputs["first"].finish_reason == "length"
     assert waits
     end(engine)
 
@@ -127,43 +110,43 @@ def test_why_a_hit_is_not_longer(monkeypatch):
     ):
         with monkeypatch.context() as context:
             context.setattr(engine.tiers.tiers, name, value)
-            request_id = engine.add_request([*LONG, 1], PARAMS)
-            output = finish(engine)[request_id]
+            engine.add_request([*LONG, 1], PARAMS)
+            [output] = finish(engine)
         assert output.explain() == f"0 of 101 tokens: {why}"
         leave(engine)
-    request_id = engine.add_request([*LONG[:70], 1, 1], PARAMS)
-    output = finish(engine)[request_id]
-    assert (output.num_cached_tokens, output.limited_by, output.dense_tokens) == (
-        0,
-        "resume-point",
-        64,
-    )
+    engine.add_request([*LONG[:70], 1, 1], PARAMS)
+    [output] = finish(engine)
+    assert output.num_cached_tokens == 0
+    assert (output.limited_by, output.dense_tokens) == ("resume-point", 64)
     end(engine)
 
 
-def test_settings(monkeypatch):
-    with pytest.raises(ValueError, match="fit the memory"):
-        toy_engine(host_cache_gib=1e6)
-    with pytest.raises(ValueError, match=r"^host_cache_gib: expected at least .*\(one page of"):
-        toy_engine(host_cache_gib=1e-9)
+def test_sizes_of_host_memory(monkeypatch):
+    for gib, message in (
+        (1e6, "fit the memory"),
+        (1e-9, r"^host_cache_gib: expected at least .*\(one page of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            toy_engine(host_cache_gib=gib)
     assert "\nbehind    150 KiB of host memory\n" in toy_engine().memory.describe()
     plain = toy_engine(host_cache_gib=None)
     plain.close()
     assert plain.tiers is None and "behind" not in plain.memory.describe()
     monkeypatch.setattr(host_tier, "free_memory", lambda device: 2**20)
-    message = "expected host memory for 1025 pages of 1024 bytes, 0.0009775 GiB, "
-    message += "and 0.0009766 GiB are free"
+    message = "for 1025 pages of 1024 bytes, 0.0009775 GiB, and 0.0009766 GiB are free"
     with pytest.raises(MemoryError, match=message):
         HostPages(1025, 1024, "cpu")
 
 
-def test_close_waits_for_copies_and_ends_the_steps():
+def test_abort_and_close_end_what_waits_for_copies():
     engine, waits = behind()
-    engine.add_request(LONG, PARAMS)
-    engine.tiers.advance(engine.scheduler.waiting, 4, None)
+    aborted = engine.add_request(LONG, PARAMS)
+    engine.step()
+    assert engine.abort(aborted).finish_reason == "abort" and not engine.tiers.is_loading
     for _ in range(2):
         engine.close()
     assert waits and not engine.tiers.copier.has_jobs and not engine.tiers.tiers.jobs
     for name, call in (("step", engine.step), ("add_request", lambda: engine.add_request(LONG))):
         with pytest.raises(RuntimeError, match=rf"^{name}: expected an engine that is open"):
             call()
+    end(engine)

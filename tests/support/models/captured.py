@@ -8,6 +8,7 @@ share: all of it is poison before a replay of any graph.
 
 import warnings
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -32,14 +33,8 @@ KERNELS = [
 ON_HOST = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 FROM_HOST = ("tensor", "as_tensor", "from_numpy")
 SHAPES_FROM_VALUES = (
-    "nonzero",
-    "unique",
-    "masked_select",
-    "local_scalar",
-    "equal",
-    "is_nonzero",
-    "bincount",
-)
+    "nonzero", "unique", "masked_select", "local_scalar", "equal", "is_nonzero", "bincount",
+)  # fmt: skip
 
 
 class NotCapturable(Exception):
@@ -53,40 +48,6 @@ def forbidden(op, args, kwargs) -> str | None:
     masks = any(i is not None and i.dtype == torch.bool for i in indices)
     counts = name == "repeat_interleave" and kwargs.get("output_size") is None
     return name if masks or counts or any(n in name for n in SHAPES_FROM_VALUES) else None
-
-
-class Waits(TorchDispatchMode):
-    """Record operations that wait for the device; with monkeypatch copies to the host too."""
-
-    def __init__(self, monkeypatch=None):
-        super().__init__()
-        self.found, self._inside = [], False
-        for owner, names in ((torch.Tensor, ON_HOST), (torch, ("tensor", "as_tensor"))):
-            for name in names if monkeypatch else ():
-                monkeypatch.setattr(owner, name, self._seen(name, getattr(owner, name)))
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self._see(forbidden(op, args, kwargs or {}))
-        return op(*args, **(kwargs or {}))
-
-    def _see(self, name):
-        if name is not None and not self._inside:
-            self.found.append(name)
-
-    def _seen(self, name, work):
-        return lambda *args, **kwargs: (self._see(name), work(*args, **kwargs))[1]
-
-    def unseen(self, work):
-        """A function in which nothing is kept, as it is one operation on a device."""
-
-        def call(*args, **kwargs):
-            before, self._inside = self._inside, True
-            try:
-                return work(*args, **kwargs)
-            finally:
-                self._inside = before
-
-        return call
 
 
 class Recording(TorchDispatchMode):
@@ -104,11 +65,14 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not self.inside and (found := forbidden(op, args, kwargs)):
-            raise NotCapturable(found)
         if self.inside:
             return op(*args, **kwargs)
+        if found := forbidden(op, args, kwargs):
+            self.refuse(found)
         return self._run(op, args, kwargs, writes=op._schema.is_mutable)
+
+    def refuse(self, name):
+        raise NotCapturable(name)
 
     def kernel(self, name, function, *args, **kwargs):
         """Run a function as one operation."""
@@ -172,32 +136,48 @@ class Captures:
 def recorded(work):
     """The `Recording` of a run of ``work``."""
     recording = Recording()
-    with _capturing(recording), recording:
+    with capturing(recording):
         work()
     return recording
 
 
+class Waits(Recording):
+    """Notes what waits for the device, and is no capture.
+
+    Attributes:
+        found: names of operations.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def refuse(self, name):
+        if name != "from_numpy":  # is copied from pinned memory
+            self.found.append(name)
+
+
 @contextmanager
-def _capturing(graph):
+def capturing(recording):
+    """Let ``recording`` see what runs."""
+
     def on_host(name, original):
         def call(*args, **kwargs):
-            if not graph.inside:
-                raise NotCapturable(name)
+            if not recording.inside:
+                recording.refuse(name)
             return original(*args, **kwargs)
 
         return call
 
-    def kernel(name, original):
-        return lambda *args, **kwargs: graph.kernel(name, original, *args, **kwargs)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checks, "is_readable", lambda tensor: graph.inside and tensor.is_cpu)
+        patch.setattr(checks, "is_readable", lambda tensor: recording.inside and tensor.is_cpu)
         for module, name in KERNELS:
-            patch.setattr(module, name, kernel(name, getattr(module, name)))
+            patch.setattr(module, name, partial(recording.kernel, name, getattr(module, name)))
         for owner, names in ((torch.Tensor, ON_HOST), (torch, FROM_HOST)):
             for name in names:
                 patch.setattr(owner, name, on_host(name, getattr(owner, name)))
-        yield
+        with recording:
+            yield
 
 
 def captured_engine(model, config, capture, **more) -> Engine:
