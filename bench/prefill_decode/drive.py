@@ -124,5 +124,5 @@ def run_workload(
         num_pages=engine.kv.num_pages,
         bytes_per_token=engine.memory.bytes_per_token,
         describe=engine.kv.describe(),
-        moved={} if engine.tiers is None else engine.tiers.copier.num_bytes,
+        moved={} if engine.host_tier is None else engine.host_tier.copier.num_bytes,
     )

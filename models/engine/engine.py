@@ -76,7 +76,7 @@ class Engine:
     Attributes:
         kv: the allocator, for its ``describe`` and ``stats``.
         pool: the page tensors, as the model's cache allocated them.
-        tiers: the host tier; None = none.
+        host_tier: the host tier; None = none.
         memory: the `MemoryPlan`, with the pages of the pool and their bytes.
         scheduler: the unfinished requests.
         totals: sums over steps.
@@ -111,12 +111,12 @@ class Engine:
             raise ValueError(f"config: expected settings that fit the memory: {error}") from error
         self.clock, self.totals = runner.clock, EngineTotals()
         self.memory, self.kv, self.pool = runner.memory, runner.kv, runner.pool
-        self.tiers, self.max_model_len = runner.tiers, runner.memory.max_model_len
+        self.host_tier, self.max_model_len = runner.host_tier, runner.memory.max_model_len
         self.scheduler = Scheduler(
             self.kv,
             self.clock,
             config,
-            self.tiers,
+            self.host_tier,
             max_prompt_rows=max_prompt_rows(model.config.vocab_size),
         )
         is_standard = config.rejection_sample_method == "standard"
@@ -234,8 +234,8 @@ class Engine:
         """End the other ranks and wait for the host tier; no request or step may follow."""
         self._expect_between_steps("close")
         self._is_closed = True
-        if self.tiers is not None:
-            self.tiers.close()
+        if self.host_tier is not None:
+            self.host_tier.close()
         if self._ranks is not None:
             self._ranks.close()
 

@@ -38,7 +38,7 @@ class ModelRunner:
         kv: the allocator; None on all ranks but rank 0.
         tables: the block tables that `builder` reads: the allocator, or a rank's copy.
         pool: the page tensors.
-        tiers: the host tier; None = none.
+        host_tier: the host tier; None = none.
         builder: makes the tensors of a step.
         graphs: decode graphs; None = none.
         is_async: True if the tokens of a step are read while the next one runs.
@@ -88,9 +88,9 @@ class ModelRunner:
                 max_draft_tokens=num_drafts,
             )
         self.pool = cache.allocate(memory.num_pages)
-        self.tiers = None
+        self.host_tier = None
         if config.host_cache_gib is not None:
-            self.tiers = HostTier(self.kv, self.pool, memory, config, device)
+            self.host_tier = HostTier(self.kv, self.pool, memory, config, device)
 
         self.clock = StepClock(device)
         # With drafts, the host plans a step once it knows how many drafts of the last one hold.

@@ -152,11 +152,11 @@ class Scheduler:
         kv: KVCache,
         clock: StepClock,
         config: EngineConfig,
-        tiers: HostTier | None = None,
+        host_tier: HostTier | None = None,
         *,
         max_prompt_rows: int,
     ) -> None:
-        self.kv, self.tiers, self._clock = kv, tiers, clock
+        self.kv, self.host_tier, self._clock = kv, host_tier, clock
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs = config.max_num_seqs
         self._max_prompt_rows = max_prompt_rows
@@ -208,16 +208,16 @@ class Scheduler:
                 now wait again, and the result is None. Requests that stay admitted may find rows
                 that turn out to be NaN (`take_back_admitted`).
         """
-        tiers, num_preempted = self.tiers, 0
+        host_tier, num_preempted = self.host_tier, 0
         while True:
-            if tiers is not None:
+            if host_tier is not None:
                 num_admissible = 0 if self._starved else self.max_num_seqs - len(self.running)
-                tiers.advance(self.waiting, num_admissible, self.fail)
+                host_tier.advance(self.waiting, num_admissible, self.fail)
             chosen, admitted = self._choose()
-            if chosen or ahead or tiers is None or not tiers.is_loading:
+            if chosen or ahead or host_tier is None or not host_tier.is_loading:
                 break
             self._clock.forget_device()
-            tiers.wait()  # all waiting requests wait for pages
+            host_tier.wait()  # all waiting requests wait for pages
         while chosen:
             step = self._plan(chosen, admitted, num_preempted)
             if isinstance(step, Step):
@@ -225,7 +225,7 @@ class Scheduler:
             if ahead:
                 self._requeue(admitted)
                 return None
-            if tiers is not None and tiers.settle():
+            if host_tier is not None and host_tier.settle():
                 continue  # pages that copies held
             self._starved = True
             victim = self.running[-1]
@@ -343,14 +343,15 @@ class Scheduler:
                     chosen[request] = count
                     prefill -= count
         admitted: set[Request] = set()
-        tiers = self.tiers
+        host_tier = self.host_tier
         while self.waiting and prefill and not self._starved:
             if len(self.running) >= self.max_num_seqs:
                 break
             waiting = (
                 r
                 for r in self.waiting
-                if (tiers is None or not tiers.waits(r)) and (rows_left or r.max_hit is None)
+                if (host_tier is None or not host_tier.waits(r))
+                and (rows_left or r.max_hit is None)
             )
             request = next(waiting, None)
             if request is None:
@@ -438,8 +439,8 @@ class Scheduler:
 
     def _stop_waiting(self, request: Request) -> None:
         self.waiting.remove(request)
-        if self.tiers is not None:
-            self.tiers.forget(request)
+        if self.host_tier is not None:
+            self.host_tier.forget(request)
 
     def _requeue(self, requests: Collection[Request]) -> None:
         """Let running requests wait at the head of the queue, in order of their admission."""

@@ -104,7 +104,7 @@ def run_all(engine, work, rng, after_step, in_flight=24):
                 deadlines.pop(place, None)
             if output.finish_reason == "nan":
                 assert engine.kv.match(output.prompt_token_ids).num_tokens == 0
-                assert not engine.tiers or not engine.tiers.tiers.index.num_segments
+                assert not engine.host_tier or not engine.host_tier.tiers.index.num_segments
         after_step(step)
         step += 1
     assert len(outputs) == sum(params.n for _, params, _ in work)
@@ -162,13 +162,13 @@ def counting(engine):
 def recount(engine):
     """Every page is accounted for, of the pool and of the host; after a step or at the end."""
     engine.kv.check_invariants()
-    if engine.tiers is not None:
-        check_index(engine.tiers.tiers.index, [], [], [], Counter())
+    if engine.host_tier is not None:
+        check_index(engine.host_tier.tiers.index, [], [], [], Counter())
 
 
 def end(engine):
     """All that ran has ended, and all pages are free once nothing is cached."""
-    tiers = engine.tiers
+    tiers = engine.host_tier
     if tiers is not None:
         tiers.settle()
         assert not tiers.tiers.jobs and not tiers.copier.has_jobs and not tiers.is_loading
@@ -302,7 +302,7 @@ def later(engine, ends):
     Returns:
         A list to which each wait appends.
     """
-    copier, start, waits = engine.tiers.copier, engine.tiers.copier.start, []
+    copier, start, waits = engine.host_tier.copier, engine.host_tier.copier.start, []
 
     def held(job):
         start(job)
@@ -364,7 +364,7 @@ def test_many_requests_equal_each_alone(name, monkeypatch):
     engine = Engine(model, config, tokenizer=ByteTokenizer(), drafter=drafter)
     longest, ahead, waits = engine.max_model_len, counting(engine), []
     work = list(workload(rng, case.count, VOCAB, longest))
-    if engine.tiers is not None:  # all of them come back
+    if engine.host_tier is not None:  # all of them come back
         waits = later(engine, lambda: rng.random() < 0.3)
         half = [(tokens, params) for tokens, params, _ in work[: case.count // 2]]
         work = work[: len(half)] + [([*t, 5, 6], replace(p, max_tokens=3), None) for t, p in half]
@@ -387,7 +387,7 @@ def test_many_requests_equal_each_alone(name, monkeypatch):
         if step % 8 == 0 or case.fails:
             recount(engine)
 
-    in_flight = 9 if engine.tiers else 24
+    in_flight = 9 if engine.host_tier else 24
     outputs, streams, failed = run_all(engine, work, rng, distrust, in_flight)
     monkeypatch.undo()
     for (place, sample), output in outputs.items():
@@ -406,7 +406,7 @@ def test_many_requests_equal_each_alone(name, monkeypatch):
     assert min(reasons[reason] for reason in ("abort", "stop", "length")) >= case.count // 30
     assert any(isinstance(o.stop_reason, str) for o in outputs) or case.fails
     preempted = sum(output.num_preemptions for output in outputs)
-    assert len(waits) > 5 or engine.tiers is None
+    assert len(waits) > 5 or engine.host_tier is None
     if case.fails in ("logits", "rows"):
         assert reasons["nan"] > 8
     elif case.fails in OF_A_REQUEST:

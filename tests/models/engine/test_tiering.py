@@ -19,13 +19,13 @@ LONG = [5 + n % 9 for n in range(100)]
 
 def leave(engine):
     """Move all cached pages from the device to the host."""
-    stores = engine.tiers.tiers._stores
+    stores = engine.host_tier.tiers._stores
     watermark, stores._watermark = stores._watermark, engine.kv.num_pages
     stores._seen.clear()
     for _ in range(8):
-        for job in engine.tiers.tiers.stores(1 << 30):
-            engine.tiers.copier.start(job)
-        engine.tiers.settle()
+        for job in engine.host_tier.tiers.stores(1 << 30):
+            engine.host_tier.copier.start(job)
+        engine.host_tier.settle()
     stores._watermark = watermark
     engine.kv.evict(engine.kv.num_evictable_pages)
 
@@ -75,7 +75,7 @@ def test_others_run_while_a_request_waits(is_async):
     while not first:
         first += engine.step().finished
     assert [o.request_id for o in first] == ["quick"] and not waits
-    assert len(engine.tiers.tiers.jobs) == 1
+    assert len(engine.host_tier.tiers.jobs) == 1
     assert first[0].explain() == "0 of 20 tokens: nothing of this prompt is cached"
     waited = engine.step()  # with no other request to run, the engine waits for copies
     assert waits and waited.idle == 0
@@ -109,7 +109,7 @@ def test_why_a_hit_is_not_longer(monkeypatch):
         ("load", lambda match: None, "the pool had no room to load more"),
     ):
         with monkeypatch.context() as context:
-            context.setattr(engine.tiers.tiers, name, value)
+            context.setattr(engine.host_tier.tiers, name, value)
             engine.add_request([*LONG, 1], PARAMS)
             [output] = finish(engine)
         assert output.explain() == f"0 of 101 tokens: {why}"
@@ -131,7 +131,7 @@ def test_sizes_of_host_memory(monkeypatch):
     assert "\nbehind    150 KiB of host memory\n" in toy_engine().memory.describe()
     plain = toy_engine(host_cache_gib=None)
     plain.close()
-    assert plain.tiers is None and "behind" not in plain.memory.describe()
+    assert plain.host_tier is None and "behind" not in plain.memory.describe()
     monkeypatch.setattr(host_tier, "free_memory", lambda device: 2**20)
     message = "for 1025 pages of 1024 bytes, 0.0009775 GiB, and 0.0009766 GiB are free"
     with pytest.raises(MemoryError, match=message):
@@ -142,10 +142,10 @@ def test_abort_and_close_end_what_waits_for_copies():
     engine, waits = behind()
     aborted = engine.add_request(LONG, PARAMS)
     engine.step()
-    assert engine.abort(aborted).finish_reason == "abort" and not engine.tiers.is_loading
+    assert engine.abort(aborted).finish_reason == "abort" and not engine.host_tier.is_loading
     for _ in range(2):
         engine.close()
-    assert waits and not engine.tiers.copier.has_jobs and not engine.tiers.tiers.jobs
+    assert waits and not engine.host_tier.copier.has_jobs and not engine.host_tier.tiers.jobs
     for name, call in (("step", engine.step), ("add_request", lambda: engine.add_request(LONG))):
         with pytest.raises(RuntimeError, match=rf"^{name}: expected an engine that is open"):
             call()
