@@ -1,4 +1,4 @@
-"""What logits of Gemma-4 do not show: weights before a norm, where a table lies, and layers that run only for rows with wanted logits."""
+"""Gemma-4 where its logits show nothing: weights before a norm, where a table lies, and layers that run only for rows with wanted logits."""
 
 import torch
 

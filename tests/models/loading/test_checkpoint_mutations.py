@@ -65,7 +65,7 @@ class Checkpoint:
         return [names[i : i + BATCH] for i in range(0, len(names), BATCH)] + [[n] for n in alone]
 
     def error(self, changed=(), absent=(), **options):
-        """What is said of changed and absent tensors."""
+        """Words of the error for changed and absent tensors."""
         tensors = {n: t for n, t in (self.tensors | dict(changed)).items() if n not in absent}
         save_file({name: t.contiguous() for name, t in tensors.items()}, self.path / FILE)
         with pytest.raises((ValueError, NotImplementedError)) as error:
