@@ -92,7 +92,9 @@ class DeviceDrafter:
             request_slots: [num_seqs] int64.
             seq_lens: [num_seqs] int32, computed tokens; the token at seq_lens is known.
             block_tables: per group [num_seqs, width] int32, after the commit of the step.
-            choose: [num_seqs, vocab_size] fp32 logits -> ids [num_seqs] int64, called per draft.
+            max_seq_len: host int, upper bound of seq_lens.
+            choose: [num_seqs, vocab_size] fp32 logits -> ids [num_seqs] int64, to be called once
+                for each draft in turn.
         """
         raise NotImplementedError
 

@@ -161,7 +161,8 @@ class Sampler:
     ) -> Tensor:
         """Divide positive logits of the tokens before each row by the penalty, multiply others.
 
-        Source: CTRL (arXiv 1909.05858) 4.1, as in transformers."""
+        Source: CTRL (arXiv 1909.05858) 4.1, as in transformers.
+        """
         tokens, rows, penalties, row = [], [], [], 0
         for request, count in zip(requests, num_rows, strict=True):
             if request.params.repetition_penalty != 1:
@@ -189,8 +190,10 @@ class Sampler:
         requests: Sequence[Request],
         num_rows: Sequence[int],
     ) -> Tensor:
-        """Replace tokens ``drawn`` [num_rows] by `rejection_sample` in the rows before a draft;
-        mass: [num_rows, vocab_size], probabilities of each row."""
+        """Replace tokens ``drawn`` [num_rows] by `rejection_sample` in the rows before a draft.
+
+        mass: [num_rows, vocab_size], probabilities of each row.
+        """
         rows, drafts, given, row = [], [], [], 0
         for request, count in zip(requests, num_rows, strict=True):
             if count > 1 and request.params.temperature > 0:

@@ -93,8 +93,10 @@ def encode_batch(
 
 
 def _by_lora(event: BlockStored) -> Iterator[tuple[str | None, BlockStored]]:
-    """Split an event where the adapter of its blocks changes: a map names one (None: no adapter;
-    several over one block are joined by ``+``)."""
+    """Split an event where the adapter of its blocks changes: a map names one.
+
+    Yields the adapter's name, None for none; several over one block are joined by ``+``.
+    """
     if not event.extra_keys:
         yield None, event
         return
