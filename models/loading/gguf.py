@@ -149,12 +149,13 @@ class GGUFFile:
         heads = {"q_proj": "attention.head_count", "k_proj": "attention.head_count_kv"}
         if self.architecture == "llama" and module in heads:
             # A file has both elements that RoPE rotates side by side.
-            count = self._of_model(heads[module])
-            if not isinstance(count, int) or count < 1 or len(tensor) % (2 * count):
-                raise ValueError(
-                    f"{heads[module]}: expected heads of an even number of the {len(tensor)} rows "
-                    f"of {name!r}, got {shown(count)}, in {str(self.path)!r}"
-                )
+            with naming(self.path):
+                count = self._of_model(heads[module])
+                if not isinstance(count, int) or count < 1 or len(tensor) % (2 * count):
+                    raise ValueError(
+                        f"{heads[module]}: expected heads of an even number of the {len(tensor)} "
+                        f"rows of {name!r}, got {shown(count)}"
+                    )
             pairs = tensor.unflatten(0, (count, -1, 2))
             return pairs.transpose(1, 2).reshape(tensor.shape)
         return tensor
@@ -225,8 +226,7 @@ class GGUFFile:
         return name if module is None else f"{within}.{module}.{kind}"
 
     def _of_model(self, key: str, *default: Any) -> Any:
-        with naming(self.path):
-            return self._value(f"{self.architecture}.{key}", *default)
+        return self._value(f"{self.architecture}.{key}", *default)
 
     def _value(self, key: str, *default: Any) -> Any:
         value = self.metadata.get(key, *default)
