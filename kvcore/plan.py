@@ -30,7 +30,7 @@ class StepPlan:
         slot_mapping: [num_groups, total] int64, page * block_size + row; -1 = do not write, as all
             rows of state groups. In a window group only rows that later queries or a kept boundary
             need have a slot: attention takes the step's own keys and values from the step. With
-            `KVCache(reads="pages")` all rows have one.
+            `KVCache(reads="pages")` all rows have one, but for replayed rows of dense groups.
         replay_rows, replay_slots: [m] int64 rows of the step that are computed once more, and
             [num_groups, m] int64 their slots in dense groups: attention over all keys must take
             these rows from the pages, not from the step.

@@ -9,7 +9,8 @@ sequences of a token and target_splits 4:
     keys of a split   1025 = ceil(4100 / 4)
     splits            0     1    2       3            1500 keys in 0 and 1
 
-A query tile of fewer than MIN_SPLIT_KEYS keys is not split, and a split has at least half as many.
+A query tile of fewer than MIN_SPLIT_KEYS keys is not split, and a split has about half as many at
+least: it takes whole K/V tiles.
 Every program derives this from the lengths in device memory, so a captured graph stays right.
 Splits of a query tile that has several leave partial results, numbered among those alone, for
 `merging.merge_splits`. The others write the output.

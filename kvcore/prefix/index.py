@@ -48,7 +48,8 @@ class PrefixIndex:
         num_useless_evicted: evicted segments that could serve no hit.
         pins, event_writer: entries that are evicted last; writer of events or None.
         transfers: ends of open copies from or to another index.
-        passing: resume points for the next chunk of a running request alone.
+        passing: resume points that go when the next chunk of their request ends; until then any
+            request may hit them.
     """
 
     def __init__(

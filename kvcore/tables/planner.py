@@ -1,9 +1,9 @@
 """One planner for every step: decode, drafts, prefill chunks, states, and any mix of them.
 
-Only `commit` changes the tables. A window group takes pages only for blocks that outlive the step:
-those that the next query sees, and tails of kept boundaries. Other rows get slot -1 and are never
-written. With ``reads="pages"`` all rows get pages. A chunk [0, 160), window 33, blocks of 16, where
-retention keeps the boundaries 64, 128 and 160:
+A plan changes no table: `commit` does. A window group takes pages only for blocks that outlive the
+step: those that the next query sees, and tails of kept boundaries. Other rows get slot -1 and are
+never written. With ``reads="pages"`` all rows get pages. A chunk [0, 160), window 33, blocks of 16,
+where retention keeps the boundaries 64, 128 and 160:
 
     tokens      0    16   32   48   64   80   96   112  128  144  160
     block       | 0  | 1  | 2  | 3  | 4  | 5  | 6  | 7  | 8  | 9  |

@@ -35,8 +35,9 @@ class EngineConfig:
         retention, enable_caching: arguments of `quire.kvcore.KVCache`.
         replay: True = where dense blocks are cached far beyond any resume point, compute only the
             tokens that restore the windows.
-        host_cache_gib: GiB of host memory behind the pool. Cached pages that leave the pool go
-            there, and come back where a load is quicker than a prefill; None = none.
+        host_cache_gib: GiB of host memory behind the pool. Cached pages are copied
+            there before they are evicted, and come back where a load is quicker than a prefill;
+            None = none.
         seed: seed of requests without one, in order of arrival.
         impl: "triton" or "torch" for the kernels; None = by device.
         rejection_sample_method: verification of drafts of sampled requests

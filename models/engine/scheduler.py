@@ -6,9 +6,9 @@ come prefill chunks of running requests, then of waiting requests, which are adm
 drafts.
 
 When pages run out, the scheduler waits for open copies of the host tier, which hold pages. If there
-are none, the request admitted last is preempted: it gives its pages back and waits at the head of
-the queue. A request that runs alone gets a shorter chunk. No request is admitted then until one has
-ended, or the requests of a failed step have been taken back.
+are none, the request admitted last is preempted: its pages can be evicted and it waits at the head
+of the queue. A request that runs alone gets a shorter chunk. No request is admitted then until one
+has ended, or the requests of a failed step have been taken back.
 """
 
 from __future__ import annotations

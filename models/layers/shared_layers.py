@@ -37,7 +37,8 @@ class SharedAttend(PagedAttend):
     """`PagedAttend` of a model with shared layers.
 
     Args:
-        config, attn, pool, impl: as of `PagedAttend`; groups of full attention write every row.
+        config, attn, pool, impl: as of `PagedAttend`; groups of full attention write every row
+            that is not replayed.
         positions: [num_tokens] int64.
         rows: [num_rows] int64, rows that shared layers run for; None = all.
     """

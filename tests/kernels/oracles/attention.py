@@ -1,4 +1,4 @@
-"""Oracles of the public functions: plain torch, one token and one key at a time.
+"""Oracles of the public functions: plain torch, one token at a time.
 
     out_i = sum_j softmax_j(cap(softmax_scale * q_i . k_j)) v_j   over the keys j that query i sees,
 
