@@ -73,7 +73,7 @@ class GroupSpec:
 
     @property
     def tail_blocks(self) -> int:
-        """Blocks of this group that a resume point holds (0 for dense groups)."""
+        """Most blocks of this group in a resume point; 0 for a dense group."""
         if self.sliding_window is None:
             return int(self.kind == "state")
         return -(-(self.sliding_window - 1) // self.block_size)

@@ -75,7 +75,8 @@ class Run:
         keys: length * 32 bytes.
         source: reads the pages of the newest segments from the table of the request that prolongs
             the run. None: the run has all.
-        locks, pins: running requests, and pins, whose prefix ends in this run or below it.
+        locks, pins: running requests and copies of the host tier, and pins, whose prefix ends in
+            this run or below it.
         depths: sorted depths (segments from the root) of the resume points here.
     """
 

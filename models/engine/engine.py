@@ -252,7 +252,8 @@ class Engine:
     def step(self) -> StepReport | None:
         """Run one step of the batch; None when there is nothing to do.
 
-        Ctrl-C is held back until the step has ended; its report is then lost, and nothing else.
+        Ctrl-C is held back until the step has ended; its report is then lost, and nothing else. A
+        second one is raised at once, wherever the step is: use the engine no more.
 
         Raises:
             Exception: an error of the model, or of a drafter in it, such as a device out of memory;
