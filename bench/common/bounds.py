@@ -6,7 +6,7 @@ element the largest error that a program can make that does the same sums in fp3
 once in float64, tells both what is right and what must be allowed::
 
     with bounding(weights=torch.bfloat16):
-        exact = oracle(..., dtype=torch.float64)
+        exact = oracle(...)  # its tensors are float64
     budget = allowed(exact, torch.bfloat16)
 
 This is running error analysis, with worst cases added up and never a sample of them:

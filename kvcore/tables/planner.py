@@ -187,6 +187,7 @@ class StepPlanner:
         newest, last = newest[requests], last[requests]
         reach = max(1, table.cls.reach)  # with a window of one token the newest row still stays
         # Within the reach the next token sees every row of the step, so that all blocks get pages.
+        # (`longest` is of the batch: one long chunk sends all of it the general way.)
         if table.cls.holds_all or longest <= reach:
             if longest <= table.cls.block_size:  # one each
                 which = np.arange(len(requests))

@@ -18,7 +18,8 @@ class ClassTables:
         is_window: True for rings of a window.
         table: [max_requests, num_tables, width] int32 view.
         first: [num_tables] int64 first column of each table.
-        size, width, per_segment, tail, reach: those of `cls`, as in `arrays.ONE`.
+        size, width, per_segment, tail, reach: those of `cls`, as arrays without dimensions (see
+            `arrays.ONE`).
         no_pages: [num_tables, 0] int64.
     """
 

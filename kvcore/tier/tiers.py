@@ -230,8 +230,9 @@ class Tiers:
 
     def load(self, match: TierMatch) -> Job | None:
         """Begin to load a prompt to device pages, evicting cached entries as `KVCache.plan` does.
-        It is looked up again, and nothing becomes findable before `done`. None, and nothing has
-        changed, without anything to load, or room. ValueError if `match` is not a `TierMatch`."""
+        It is looked up again, and nothing becomes findable before `done`. None without anything to
+        load, or room: then nothing was evicted. A plan made before is void. ValueError if `match`
+        is not a `TierMatch`."""
         if not isinstance(match, TierMatch):
             raise refusal("match", "what `Tiers.match` returned", repr(match))
         match = self.match(match.prompt, max_tokens=match.device.max_tokens)

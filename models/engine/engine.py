@@ -4,6 +4,7 @@ One step, `Engine._step`::
 
     drafts -> Scheduler.schedule    requests, their new tokens, and `KVCache.plan` of their pages
            -> ModelRunner.run       reads pages as they were, writes the rows that have a slot
+                                    (DeepSeek-V4 writes first)
            -> Sampler               the largest logit or a draw, in one copy to the host
            -> Step.verify           accepted drafts, if any, and the next tokens
            -> KVCache.commit        the plan becomes real
@@ -12,6 +13,7 @@ One step, `Engine._step`::
 
 With `EngineConfig.async_scheduling` a step is launched before the tokens of the previous step are
 on the host. Its input ids are placeholders, which the device replaces (`BatchBuilder.sampled`).
+`commit` is then of the step just launched, `verify` and `deliver` are of the one before.
 """
 
 from __future__ import annotations
@@ -299,8 +301,8 @@ class Engine:
         self._in_flight = ahead = step if runner.is_async else None
         num_generated, has_nan = scheduler.deliver(new, time.perf_counter())
         if has_nan:
-            # Any cached row may be NaN: drop them all, and take back requests that the step in
-            # flight admitted, as their hits may have such rows.
+            # Any cached row may be NaN: drop those that no running request needs, and take back
+            # requests that the step in flight admitted, as their hits may have such rows.
             if ahead is not None:
                 scheduler.take_back_admitted(ahead)
             scheduler.clear_cache()

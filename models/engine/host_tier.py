@@ -95,7 +95,7 @@ class HostTier:
         """End jobs, then begin loads and stores.
 
         Args:
-            waiting: waiting requests in order of arrival.
+            waiting: waiting requests, the next one first.
             num_admissible: requests that may be admitted now.
             fail: called for each request whose look-up fails.
         """

@@ -101,7 +101,7 @@ class ModelRunner:
         self.builder = BatchBuilder(
             self.tables, device, max_placeholders=config.max_num_seqs * placeholders
         )
-        # The model over its pages, as a function that keeps no engine alive.
+        # `Decoder.forward`, or that of DeepSeek-V4, over its pages; it keeps no engine alive.
         options = {"return_hidden": True} if self.has_hidden else {}
         self.forward: Forward = partial(model, pool=self.pool, impl=self.impl, **options)
         if self.has_hidden:

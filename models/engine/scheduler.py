@@ -143,7 +143,8 @@ class Scheduler:
     Attributes:
         unfinished: samples of each unfinished request, by its id.
         siblings: samples that wait until the prompt of the first one, the key, is computed.
-        waiting, running: requests in order of arrival and of admission.
+        waiting: requests in order of arrival, but for preempted ones and siblings, which go first.
+        running: requests in order of admission.
         finished, deltas: outputs since the last report.
     """
 

@@ -3,7 +3,8 @@
 A layer calls ``attend(layer, q, k, v)`` with the rows that it just computed. Keys of earlier tokens
 come from pages, those of the step from k and v, in one softmax; then the rows are written. The
 block table is that of the last commit, and new rows lie in free pages or behind the context. So
-attention never reads a row that its own step writes.
+attention never reads a row that its own step writes, but in layers that share an earlier layer's
+keys (`shared_layers`).
 
 To restore the windows of sliding layers, a step may compute rows again that full attention has in
 its pages (`quire.kvcore.Match.replay_from`). Keys and values of the first of them are wrong after
@@ -28,7 +29,7 @@ from .kv_cache import PageTensors
 
 
 class Attend(Protocol):
-    """Attention of one step.
+    """Attention of one step, such as `PagedAttend`, `SharedAttend` and `UnpagedAttend`.
 
     Attributes:
         rows: the rows that layers without own keys and values run for; None = all.

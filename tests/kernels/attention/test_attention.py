@@ -109,7 +109,7 @@ def test_against_float64(case):
     batch = make_batch(case)
     exact = attention_reference(batch)
     assert_attends(attend, batch, exact)
-    # Without lse, torch's own attention computes.
+    # Without lse, torch's own attention computes decodes of plain calls.
     assert_within_budget("torch out without lse", attend(**batch, impl="torch"), exact[0])
 
 
