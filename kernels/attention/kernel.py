@@ -23,13 +23,13 @@ import triton.language as tl
 
 from ..common import query_tiles, split_kv
 from ..common.bits import widen
-from ..common.query_tiles import KEEP_INVARIANTS, LOG2E
+from ..common.query_tiles import LOG2E, RECOMPUTE_INVARIANTS
 from ..common.strided import Pages
 
 # e4m3 K and V are multiplied in fp16 (with fp32 queries in fp32): it holds e4m3 exactly, sm_89+
 # converts e4m3 to it in one instruction, and softmax weights keep 11 bits, not the 8 of bf16.
-# In fp16, weights times v_scale are scaled to at most 2^HEADROOM, a factor 4 below the largest fp16
-# number. So those above 2^-28 of the largest are normal numbers, with all 11 bits.
+# In fp16, weights (times v_scale, if rows have one) are scaled to at most 2^HEADROOM, a factor 4
+# below the largest fp16 number. So those above 2^-28 of the largest are normal, with all 11 bits.
 HEADROOM = tl.constexpr(14)
 # A smaller v_scale counts as this in maxima: weights alone stay finite, at most 2^(90 + 14).
 LEAST_SCALE = tl.constexpr(2.0**-90)
@@ -49,7 +49,7 @@ class TileShape(NamedTuple):
     BLOCK_N: Any  # keys of a K/V tile
     SCALES: Any  # "none" (pages are not e4m3), "number", "tensor" (of one number) or "rows"
     WIDENS_E4M3: Any  # whether the GPU has an instruction from e4m3 to fp16
-    NEW_KV: Any  # whether the pages hold only the keys before the step
+    NEW_KV: Any  # whether pages hold only the keys before the step (k_new, or context_only)
     DECODE: Any  # whether a program has a KV split of a decode sequence, not a prefill tile
 
 
@@ -69,14 +69,14 @@ class KeySource(NamedTuple):
     k_scale: Any  # ``Pages`` of fp32 row scales, or None
     v_scale: Any
     table: Any  # block table of the sequence; with a window, block b is at entry b % width
-    width: Any  # its entries; a linear table may have fewer or more than there are blocks
+    width: Any  # its entries; past its end a linear table repeats the last
     offset: Any  # position of row 0 in the sequence
 
 
 @triton.jit
 def _load_page(source, tile, exists, WINDOW: tl.constexpr, SHAPE: tl.constexpr):
     """Page id of a tile, or [BLOCK_N] ids of its rows' pages if BLOCK_SIZE is no multiple of
-    BLOCK_N; 0 for a tile that does not exist, or without a table."""
+    BLOCK_N; 0 for a tile that does not exist, or without a table. Stale ids are of masked rows."""
     if source.table is None:
         page = 0
     else:
@@ -121,8 +121,8 @@ def _softmax_step(
 ):  # fmt: skip
     """Scale, cap and mask scores, and add them to the online softmax.
 
-    scale: scalar or, for queries raised row by row to fp16, [BLOCK_M, 1]. FP16_WEIGHTS: the weights
-    times v_scale become fp16. Returns these, the decay of earlier sums, maxima, and sums.
+    scale: scalar, or [BLOCK_M, 1] for queries raised to fp16 by row. FP16_WEIGHTS: weights times
+    v_scale become fp16. Returns them, decay, row_max (in fp16 not quite the maximum), row_sum.
     """
     if k_scale is not None:
         scores = scores * k_scale[None, :]
@@ -172,8 +172,8 @@ def _attend_tiles(
     value_dim = tl.arange(0, VALUE_DIM)[None, :]
     tile = _skip_gap(first, gap_at, gap)
     page = _load_page(source, tile, count > 0, WINDOW, SHAPE)
-    # Invariants are computed in the loop, not kept in registers: `query_tiles` says where.
-    for i in tl.range(0, count, disable_licm=KEEP_INVARIANTS or MASKED):
+    # `query_tiles` says why; the masked loop, of few turns, always does.
+    for i in tl.range(0, count, disable_licm=RECOMPUTE_INVARIANTS or MASKED):
         k_rows = _starts(source.k, page, tile, PAGED, SHAPE)[:, None]
         v_rows = _starts(source.v, page, tile, PAGED, SHAPE)[:, None]
         in_range, row_mask, visible = None, None, None
@@ -285,7 +285,7 @@ def attention_kernel(
     Args as in ``paged_attention``, as `strided` tuples, and:
         k_pages, v_pages: bytes if e4m3. k_scale, v_scale: of the kind SHAPE.SCALES.
         k_new, v_new: rows of the step; None: all keys are in pages.
-        partial_out: fp32 results of KV splits, their lse from element first_lse on; None: no split.
+        partial_out: fp32 results of KV splits, without sinks, then from first_lse on lse; or None.
         num_decodes, decode_tokens: sequences < num_decodes with at most decode_tokens new tokens
             belong to the decode launch, all others to prefill.
         num_tiles: bound of all query tiles (prefill). target_splits: as in `split_kv` (decode).
@@ -304,7 +304,7 @@ def attention_kernel(
     if SHAPE.DECODE:
         batch = split_kv.DecodeBatch(
             seq_lens, cu_seqlens_q, num_decodes, decode_tokens, target_splits, window,
-            ratio=None, most_entries=0,  # no compressed entries
+            ratio=None, most_entries=0,  # no compressed entries: latent attention has them
         )  # fmt: skip
         seq, query_tile, split, num_splits, part = split_kv.find_split(
             item, batch, partial_out is not None, SHAPE.NEW_KV, BLOCK_Q
@@ -374,7 +374,7 @@ def attention_kernel(
             _rows_of_head(k_new, seq_start, kv_head), _rows_of_head(v_new, seq_start, kv_head),
             k_scale=None, v_scale=None, table=None, width=1, offset=context,
         )  # fmt: skip
-        # A padding sequence has no new keys. The last split of a query tile takes the new rows.
+        # The last split takes the new rows. In a padding sequence -context is q_len: it has none.
         low = tl.maximum(-context, 0)
         high = tl.where(split == num_splits - 1, q_len, low)
         acc, acc_2, row_max, row_sum = _attend_source(

@@ -8,7 +8,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # True to compute invariants in the loop over keys. Hoisted, the addresses of all loops of a program
 # are kept in registers at once; but Triton 3.9 spills unless it may hoist the queries.
-KEEP_INVARIANTS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
+RECOMPUTE_INVARIANTS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 
 
 @triton.jit
