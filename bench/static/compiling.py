@@ -49,7 +49,8 @@ def distinct(
         archs: architectures of all cases.
         only: text in the names of the cases.
         samples: architectures of the samples alone.
-        tiles: architectures of one launch for each kernel, phase, dtype, row and tile shape.
+        tiles: architectures of one launch for each kernel, phase, dtype, row, tile shape and set of
+            arguments that are None, which compile to nothing.
     """
     work: list[tuple[str, str, int]] = []
     seen: set[tuple[Any, ...]] = set()
@@ -64,7 +65,8 @@ def distinct(
                 if arch in tiles:
                     named_values = ("HEAD_DIM", "SCORE_DIM", "DECODE")
                     shape = [launch.values.get(name) for name in named_values]
-                    keys.add((arch, launch.name, case.dtype, *shape, config(launch)))
+                    absent = tuple(name for name, value in launch.values.items() if value is None)
+                    keys.add((arch, launch.name, case.dtype, *shape, absent, config(launch)))
                 if not keys & seen:
                     work.append((name, arch, index))
                 seen |= keys

@@ -211,6 +211,28 @@ def test_several_requests_get_all_that_they_ask_for_or_nothing():
     kv.check_invariants()
 
 
+def test_a_table_of_long_blocks_gets_no_page_that_its_tokens_do_not_need():
+    kv = KVCache(
+        groups((4, None), (16, None)), num_pages=40, max_requests=3, max_model_len=100, **LISTS
+    )
+    (a,) = admitted(kv, [1] * 10)
+    for end, pages in (5, [2, 1]), (9, [1, 0]), (17, [2, 1]), (32, [3, 0]):
+        (given,) = kv.reserve([a], [end])
+        assert [len(x) for x in given] == pages
+
+
+def test_one_wrong_count_of_accepted_tokens_refuses_a_step_of_two():
+    kv = small(num_pages=40, max_draft_tokens=2)
+    a, b = admitted(kv, [1] * 10, [2] * 10)
+    kv.commit(kv.plan([a, b], [10, 10]), [1] * 10 + [2] * 10)
+    plan = kv.plan([a, b], [3, 3])
+    for accepted in ([3, 0], [4, 1]):
+        with pytest.raises(ValueError, match=r"accepted: expected between \[1, 1\] and \[3, 3\]"):
+            kv.commit(plan, [1] * 3 + [2] * 3, accepted)
+    kv.commit(plan, [1] * 3 + [2] * 3, [3, 1])
+    assert kv.num_computed[[a, b]].tolist() == [13, 11]
+
+
 # Steps in flight.
 
 

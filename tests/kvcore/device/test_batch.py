@@ -73,7 +73,8 @@ def test_a_worker_builds_the_same_batch():
                 assert all(map(torch.equal, value, same)), name
             else:
                 assert torch.equal(value, same) if torch.is_tensor(value) else value == same, name
-        assert one.attn.block_tables[0].shape[1] % 16 == 0  # Triton compiles others apart
+        # Triton compiles widths apart that are no multiples.
+        assert one.attn.block_tables[0].shape[1] == -(-int(plan.seq_lens.max()) // 256) * 16
         for row, slot in enumerate(left):
             pages = one.attn.block_tables[0][row, : -(-int(kv.num_computed[slot]) // 16)]
             assert pages.tolist() == kv.table(0)[slot, : len(pages)].tolist()

@@ -434,6 +434,8 @@ def test_many_requests_equal_each_alone(name, monkeypatch):
         assert sum(o.num_cached_tokens for o in outputs) > case.count
     if case.drafts and case.fails not in OF_A_REQUEST:
         assert case.count // 4 < totals.num_accepted < totals.num_drafts - case.count // 4
+        assert sum(o.num_drafts for o in outputs) == totals.num_drafts
+        assert sum(o.num_accepted for o in outputs) == totals.num_accepted
     if settings.get("async_scheduling"):
         assert ahead[True] > 5 and (case.fails or ahead[False] > 10)
     end(engine)

@@ -93,7 +93,8 @@ def test_samples_share_the_prompt_and_come_before_requests_that_came_later():
 
 
 def test_a_dropped_row_of_nan_is_not_found():
-    """The row behind the last token of a request is cached before it is known to be bad."""
+    """The row behind the last token of a request is cached before it is known to be bad. A request
+    that was admitted with it waits again, and computes the row itself."""
     tokens = [5 + n % 7 for n in range(14)]
     params = SamplingParams(20)
     model = ToyModel()
@@ -122,11 +123,21 @@ def test_a_dropped_row_of_nan_is_not_found():
     engine.add_request(tokens, params)
     outputs = []
     engine.add_request([9] * 30, SamplingParams(30, ignore_eos=True))
+    late, take_back, waiting = None, engine.scheduler.take_back_admitted, []
+    engine.scheduler.take_back_admitted = lambda step: (
+        take_back(step),
+        waiting.extend(r.request_id for r in step.taken_back),
+    )
     while engine.has_work:  # `cleared` reads the outputs so far
         outputs += engine.step().finished
-    assert [o.finish_reason for o in outputs] == ["stop", "length"]
+        if outputs and late is None:
+            prompt = [*tokens, *outputs[0].token_ids, 9]
+            late = engine.add_request(prompt, SamplingParams(3, ignore_eos=True))
+    assert [o.finish_reason for o in outputs] == ["stop", "length", "length"]
     assert outputs[0].token_ids[-1] == last and cleared[0] == 16
-    assert engine.kv.match([*tokens, *outputs[0].token_ids, 9]).num_tokens == 0
+    again = outputs[1]
+    assert waiting[0] == again.request_id == late
+    assert again.num_cached_tokens == again.num_preemptions == 0
 
 
 def test_where_it_is_on():
