@@ -2,11 +2,11 @@
 
     python -m bench.static [--arch sm_90 gfx942] [--only TEXT] [--json FILE] [--baseline FILE]
 
-By default every kernel is compiled for sm_90 once with each of its tile shapes, and a sample that
-holds every kernel for sm_80, sm_100, gfx942 and gfx950. ``--arch`` compiles every case for the
-architectures named. The public operators are called over tensors without storage, and Triton's
-launcher specialises the arguments of their launches: the same kernels are compiled as on a GPU. The
-compilers are those that come with Triton.
+By default every kernel is compiled for sm_90 once with each of its tile shapes and each set of
+optional arguments, and a sample that holds every kernel for sm_80, sm_100, gfx942 and gfx950.
+``--arch`` compiles every case for the architectures named. The public operators are called over
+tensors without storage, and Triton's launcher specialises the arguments of their launches: the same
+kernels are compiled as on a GPU. The compilers are those that come with Triton.
 
 Exit status 1 if a kernel does not compile or
 

@@ -50,7 +50,7 @@ def distinct(
         only: text in the names of the cases.
         samples: architectures of the samples alone.
         tiles: architectures of one launch for each kernel, phase, dtype, row, tile shape and set of
-            arguments that are None, which compile to nothing.
+            arguments that are None.
     """
     work: list[tuple[str, str, int]] = []
     seen: set[tuple[Any, ...]] = set()

@@ -37,6 +37,11 @@ rows["40 registers"] = measure("decode-d128-p16-q1", "sm_90", 0)
 print(json.dumps(rows))
 """
 
+COMPILED = """
+from quire.bench.static.compiling import distinct
+print(*(name for name, *_ in distinct((), tiles=("sm_90",))))
+"""
+
 
 @pytest.mark.slow
 def test_rows_say_what_was_compiled():
@@ -80,6 +85,14 @@ def test_what_amd_metadata_says(scratch, spilled, spill_bytes):
 )
 def test_problems(change, problem):
     assert compiling.problems(ROW | change) == problem
+
+
+@pytest.mark.slow
+def test_each_optional_argument_is_compiled_with_and_without():
+    compiled = set(printed(COMPILED, cwd=ROOT, env=ENVIRONMENT).splitlines()[-1].split())
+    features = ("softcap-sinks", "pages-only", "fp8-window", "fp8-softcap-sinks")
+    assert compiled >= {f"prefill-{name}" for name in features}
+    assert compiled >= {f"prefill-d{dim}-window" for dim in (64, 128, 256, 512)}
 
 
 def test_two_launches_of_a_kernel_are_compared_in_their_order():

@@ -209,3 +209,12 @@ def test_evictions_are_counted_by_reason():
         assert stats["evicted_resume_points"] == points and stats["evicted_segments"] > 0
         e.kv.clear()
         assert e.kv.stats()["evicted_segments"] == stats["evicted_segments"], "not an eviction"
+
+
+def test_no_more_dense_segments_are_evicted_than_pages_are_needed():
+    e = Runner((4, None), (8, None), num_pages=40)
+    prompt = [1] * 81
+    e.run("a", prompt[:80])
+    for num_pages, freed, left in (4, 6, 64), (3, 3, 56), (1, 3, 48):  # a segment has three pages
+        assert e.kv.evict(num_pages) == freed
+        assert e.kv.match(prompt).num_tokens == left

@@ -7,7 +7,7 @@ import functools
 from ..case import StaticCase
 from . import attention, latent, layers
 
-# Compiled by default: each tile shape for the first, the samples for the others.
+# Compiled by default: each tile shape and set of arguments for the first, samples for the others.
 DEFAULT_ARCH, SAMPLE_ARCHS = "sm_90", ("sm_80", "sm_100", "gfx942", "gfx950")
 
 
