@@ -160,7 +160,7 @@ def _attend_tiles(
     SHAPE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Walk ``count`` tiles of a source from tile ``first`` on, and skip the ``gap`` tiles at
-    ``gap_at``. MASKED: apply [low, high), causality and window."""
+    ``gap_at`` (0: none). MASKED: apply [low, high), causality and window."""
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     VALUE_DIM: tl.constexpr = SHAPE.VALUE_DIM
     # Of this source: new rows are never e4m3.
@@ -172,7 +172,7 @@ def _attend_tiles(
     value_dim = tl.arange(0, VALUE_DIM)[None, :]
     tile = _skip_gap(first, gap_at, gap)
     page = _load_page(source, tile, count > 0, WINDOW, SHAPE)
-    # `query_tiles` says why; the masked loop, of few turns, always does.
+    # Invariants recomputed in the loop free registers (`query_tiles`); the masked loop is short.
     for i in tl.range(0, count, disable_licm=RECOMPUTE_INVARIANTS or MASKED):
         k_rows = _starts(source.k, page, tile, PAGED, SHAPE)[:, None]
         v_rows = _starts(source.v, page, tile, PAGED, SHAPE)[:, None]
@@ -255,7 +255,7 @@ def _pages_of_head(pages, head):
 
 @triton.jit
 def _rows_of_head(rows, first, head):
-    """``Rows`` of a KV head from row ``first`` on, as one page."""
+    """``strided.Rows`` of a KV head from row ``first`` on, as one page."""
     data = rows.data + first.to(tl.int64) * rows.stride_token + head * rows.stride_head
     return Pages(data, 0, rows.stride_token, 0)
 
@@ -282,9 +282,9 @@ def attention_kernel(
 ):  # fmt: skip
     """Attend for one query tile (prefill), or for one KV split of a decode sequence.
 
-    Args as in ``paged_attention``, as `strided` tuples, and:
+    Args as in ``paged_attention``, those with strides as `strided` tuples, and:
         k_pages, v_pages: bytes if e4m3. k_scale, v_scale: of the kind SHAPE.SCALES.
-        k_new, v_new: rows of the step; None: all keys are in pages.
+        k_new, v_new: rows of the step; None: attend to no keys but those in pages.
         partial_out: fp32 results of KV splits, without sinks, then from first_lse on lse; or None.
         num_decodes, decode_tokens: sequences < num_decodes with at most decode_tokens new tokens
             belong to the decode launch, all others to prefill.
@@ -394,7 +394,7 @@ def attention_kernel(
     # Not `else`: decode knows num_splits on the device only, and partial_out may be None.
     elif partial_out is not None:
         row = (part.to(tl.int64) * BLOCK_Q + token) * (num_kv_heads * SHAPE.GROUP)
-        rows, factor = query_tiles.partial_rows(
+        rows, factor = query_tiles.partial_rows(  # stores lse, too
             partial_out, first_lse, row + first_head + head, row_max, row_sum, live, HEAD_DIM
         )
         _store(rows, acc, acc_2, factor, live, HEAD_DIM, VALUE_DIM)
