@@ -92,6 +92,17 @@ def test_samples_share_the_prompt_and_come_before_requests_that_came_later():
     assert not run.has_work and not run.scheduler.siblings and not run.scheduler.waiting
 
 
+def test_samples_that_wait_for_a_first_one_end_with_it():
+    model = ToyModel()
+    forward = model.forward
+    model.forward = lambda *args, **more: forward(*args, **more) * torch.nan
+    run = engine(model)
+    run.add_request([5] * 20, SamplingParams(2, n=3))
+    finished = run.step().finished
+    assert [(o.sample, o.finish_reason) for o in finished] == [(0, "nan"), (1, "nan"), (2, "nan")]
+    assert not run.has_work and run.totals.num_tokens == 20
+
+
 def test_a_dropped_row_of_nan_is_not_found():
     """The row behind the last token of a request is cached before it is known to be bad. A request
     that was admitted with it waits again, and computes the row itself."""
