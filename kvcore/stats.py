@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 def new_counters(layout: Layout) -> dict[str, int]:
     """All counters, at zero. ``resumed_...`` count requests after a preemption, which the others
-    leave out; ``misses/...`` requests without a hit and ``limited_by/...`` all, by
-    `Match.limited_by`; ``group_tokens/...`` sums `Match.per_group`.
+    leave out, but for resume points and replays; ``misses/...`` requests without a hit and
+    ``limited_by/...`` all, by `Match.limited_by`; ``group_tokens/...`` sums `Match.per_group`.
     """
     names = [
         "requests", "hits", "prompt_tokens", "hit_tokens", "tokens_without_resume_point",

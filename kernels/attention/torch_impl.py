@@ -1,4 +1,4 @@
-"""Paged attention for CPU tensors: gather the visible pages, then torch's own products.
+"""Paged attention in plain torch: gather the visible pages, then torch's own products.
 
 Sequences with one new token are one padded batch. Every other sequence is a batch of its own, so
 that the results of a prefill chunk depend on that chunk alone. Queries go in blocks, which leave
@@ -94,7 +94,7 @@ def _reads(
 ) -> list[Batch]:  # fmt: skip
     """Read and check lengths and page ids."""
     lengths, bounds = read_batch(seq_lens, cu_seqlens_q, num_tokens)
-    width = block_table.shape[1]
+    width, device = block_table.shape[1], seq_lens.device
     if window is not None:
         expect_ring(width, block_size, window, lengths, bounds, paged_context)
 
@@ -109,7 +109,7 @@ def _reads(
         return page
 
     def one_token_each(sequences: list[int]) -> Batch:
-        index = torch.tensor(sequences)
+        index = torch.tensor(sequences, device=device)
         tokens: Tokens = cu_seqlens_q[index].long()
         first_token, last_token = bounds[sequences[0]], bounds[sequences[-1] + 1]
         if last_token - first_token == len(sequences) == sequences[-1] + 1 - sequences[0]:
@@ -118,13 +118,13 @@ def _reads(
         low = torch.zeros_like(length) if window is None else (length - window).clamp(min=0)
         first, end = low // block_size, length - int(context_only)
         num_blocks = max(1, int((-(-length // block_size) - first).max()))
-        block = first + torch.arange(num_blocks)
+        block = first + torch.arange(num_blocks, device=device)
         paged_end = length - int(paged_context)
         page = pages(index, block, torch.where(low < paged_end, paged_end, 0))
         begin = first * block_size
-        row = torch.arange(len(sequences))[:, None] * num_blocks * block_size
+        row = torch.arange(len(sequences), device=device)[:, None] * num_blocks * block_size
         new = row + (length - 1 - begin).clamp(min=0)
-        position = begin + torch.arange(num_blocks * block_size)
+        position = begin + torch.arange(num_blocks * block_size, device=device)
         visible = (low <= position) & (position < end)
         start, stop = int((low - begin).min()), int((end - begin).max())
         rows = slice(start, max(start + 1, stop))
@@ -147,9 +147,10 @@ def _reads(
         begin = first_block * block_size
         paged_end = context if paged_context else end
         stop_block = -(-end // block_size) if low < paged_end else first_block
-        block = torch.arange(first_block, stop_block)
-        page = pages(torch.tensor([s]), block[None], torch.tensor([[paged_end]]))
-        new = torch.arange(context - begin, context - begin + stop - first)
+        block = torch.arange(first_block, stop_block, device=device)
+        sequence, last = torch.tensor([[s], [paged_end]], device=device)
+        page = pages(sequence, block[None], last[None])
+        new = torch.arange(context - begin, context - begin + stop - first, device=device)
         blocks = [
             query_block(token, min(stop, token + QUERY_BLOCK), context - first, low)
             for token in range(first, stop, QUERY_BLOCK)
@@ -162,14 +163,14 @@ def _reads(
         ``low``."""
         first, end = start + offset, stop + offset  # positions
         lowest = _lowest(window, first)
-        query = torch.arange(first, end)[:, None]
+        query = torch.arange(first, end, device=device)[:, None]
         masks = []
         if not context_only and stop - start > 1:
-            key = torch.arange(first, end)
+            key = torch.arange(first, end, device=device)
             masks.append((slice(first - lowest, end - lowest), _hidden(key > query)))
         if window is not None and end - lowest > window:
             # Of the first keys, later tokens of the block do not see all.
-            key = torch.arange(lowest, end - window)
+            key = torch.arange(lowest, end - window, device=device)
             masks.append((slice(0, end - window - lowest), _hidden(query - key >= window)))
         return QueryBlock(slice(start, stop), slice(lowest - low, end - low), masks, None)
 
@@ -224,7 +225,7 @@ def _hidden(mask: torch.Tensor) -> torch.Tensor:
     """[B, 1, 1, L, n]: -inf where a mask [L, n] or [B, L, n] is true, else 0. On a CPU an addition
     of it takes a fraction of the time of a fill by the mask."""
     mask = mask.view(-1, 1, 1, *mask.shape[-2:])
-    return torch.zeros(mask.shape).masked_fill_(mask, -torch.inf)
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(mask, -torch.inf)
 
 
 def _rows(

@@ -74,8 +74,9 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 @cache
 def _e2m1_pairs(device: torch.device) -> Tensor:
     """Both values of each byte, [256, 2] fp32."""
-    high, low = torch.meshgrid(torch.tensor(E2M1), torch.tensor(E2M1), indexing="ij")
-    return torch.stack((low, high), -1).flatten(0, 1).to(device)
+    values = torch.tensor(E2M1, device=device)
+    high, low = torch.meshgrid(values, values, indexing="ij")
+    return torch.stack((low, high), -1).flatten(0, 1)
 
 
 DEQUANTIZE: dict[str, Callable[[Tensor, Tensor, torch.dtype], Tensor]] = {

@@ -175,26 +175,28 @@ def check_values(call: LatentCall) -> None:
             )
         return
     lengths, bounds = checks.read_batch(call.seq_lens, call.cu_seqlens_q, call.q.shape[0])
-    rows = call.pages.storage_block_size
+    rows, device = call.pages.storage_block_size, call.q.device
     for s, seq_len in enumerate(lengths):
         first, last = bounds[s], bounds[s + 1]
         if first == last or seq_len == 0:
             continue
         if call.cos_sin is not None:
-            position = torch.tensor([seq_len - 1])
+            position = torch.tensor([seq_len - 1], device=device)
             checks.expect_ids("cos_sin", position, call.cos_sin.shape[0], "positions")
         low, high = call.raw_range(first - last, 0, seq_len, last - first)
-        blocks = torch.arange(low // rows, -(-high // rows) if low < high else low // rows)
+        stop = -(-high // rows) if low < high else low // rows
+        blocks = torch.arange(low // rows, stop, device=device)
         name = "block_table" if call.sliding_window is None else "window_table"
         checks.expect_ids(name, call.table[s, call.blocks(blocks)], call.pages.data.shape[0])
         if call.entries is None or call.entry_table is None or call.ratio is None:
             continue
         count = min(seq_len // call.ratio, call.entry_room)
-        entry = torch.arange(count)
+        entry = torch.arange(count, device=device)
         if call.topk_indices is not None:
             lens = None if call.topk_lens is None else call.topk_lens[first:last]
             entry = call.topk_indices[first:last]
-            visible = (torch.arange(first, last) - last + seq_len + 1).clamp(min=0) // call.ratio
+            position = torch.arange(first, last, device=device) - last + seq_len
+            visible = (position + 1).clamp(min=0) // call.ratio
             entry = entry[listed(entry, lens) & (entry < visible.clamp(max=count)[:, None])]
         ids = call.entry_table[s, entry // call.entries.storage_block_size]
         checks.expect_ids("compressed_table", ids, call.entries.data.shape[0])

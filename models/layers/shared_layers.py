@@ -74,7 +74,7 @@ class SharedAttend(PagedAttend):
             return super().__call__(layer, q, k, v, sinks=sinks)
         donor = self._config.kv_donor(layer)
         if self.rows is not None:
-            return self._attend_gathered(self._gathered[donor], q)
+            return self._attend_gathered(self._gathered[donor], q, sinks)
         return self._attend(donor, q, *self._new[donor], sinks)
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -89,7 +89,7 @@ class SharedAttend(PagedAttend):
         else:
             self._gathered[layer] = self._gather_window(layer, k, v)
 
-    def _attend_gathered(self, kv: _Gathered, q: Tensor) -> Tensor:
+    def _attend_gathered(self, kv: _Gathered, q: Tensor, sinks: Tensor | None) -> Tensor:
         return paged_attention(
             q,
             kv.pages.k_pages,
@@ -103,6 +103,7 @@ class SharedAttend(PagedAttend):
             max_seq_len=kv.max_seq_len,
             num_decodes=len(q),
             softmax_scale=self._softmax_scale,
+            sinks=sinks,
             impl=self.impl,
         )
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from quire import kernels
 from quire.kernels import IndexPages, LatentPages, PoolPages
@@ -811,6 +812,25 @@ def test_lengths_that_the_host_cannot_refute(max_seqlen_q, num_decodes):
     call = make_batch(AttentionCase("", [20, 9], [1, 5]))
     call |= {"max_seqlen_q": max_seqlen_q, "num_decodes": num_decodes}
     kernels.paged_attention(**call, impl="torch")
+
+
+class NoDefaultDevice(TorchFunctionMode):
+    """Refuses new tensors whose device is not named: on a CPU they would be right by chance."""
+
+    MAKERS = (torch.arange, torch.tensor, torch.zeros, torch.ones, torch.full, torch.empty)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert function not in self.MAKERS or "device" in (kwargs or {}), function
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("table", [
+    pytest.param(table, id=f"{table.function.__name__}-{i}") for i, table in enumerate(TABLES)
+])  # fmt: skip
+def test_tensors_of_plain_torch_are_on_the_device_of_the_arguments(table):
+    call = table.arguments()
+    with NoDefaultDevice():
+        table.function(**call, impl="torch")
 
 
 def is_index(value):
