@@ -23,6 +23,6 @@ setup(
     version=VERSION,
     packages=list(FOLDERS),
     package_dir=FOLDERS,
-    package_data={"quire": ["py.typed"]},
+    package_data={"quire": ["py.typed"], "": ["*.pyi"]},
     include_package_data=False,
 )

@@ -24,20 +24,17 @@ def public_names(package: str) -> dict[str, str]:
     Returns:
         The dotted path of each name, such as ``{"KVCache": "kvcore.cache.KVCache"}``.
     """
-    found: dict[str, Any] = {}
     homes: dict[str, str] = {}
-    for node in ast.parse(
-        (ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8")
-    ).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-            # ``[*_HOME]`` is the names of that table, which is in front of it.
-            if name == "_HOME" or (name == "__all__" and ast.unparse(node.value) != "[*_HOME]"):
-                found[name] = ast.literal_eval(node.value)
+    names: list[str] | None = None
+    folder = ROOT / package.replace(".", "/")
+    stub = folder / "__init__.pyi"  # of packages whose names load on first use
+    file = stub if stub.exists() else folder / "__init__.py"
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names = ast.literal_eval(node.value)
         elif isinstance(node, ast.ImportFrom) and node.level:
             homes |= dict.fromkeys((alias.name for alias in node.names), node.module or "")
-    homes |= found.get("_HOME", {})
-    return {name: f"{package}.{homes[name]}.{name}" for name in found.get("__all__", homes)}
+    return {name: f"{package}.{homes[name]}.{name}" for name in names or homes}
 
 
 def pages(package: str) -> dict[str, dict[str, str]]:

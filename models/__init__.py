@@ -6,38 +6,18 @@ The only package where the integers of ``kvcore`` and the tensors of ``kernels``
 load on first use.
 """
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+# The module of each public name. A stub, which editors and type checkers read, too.
+_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
 _HOME = {
-    "CONFIGS": "config.named",
-    "ChatTemplate": "chat",
-    "Decoder": "families.decoder",
-    "Engine": "engine.engine",
-    "EngineConfig": "engine.config",
-    "Family": "families.registry",
-    "Gemma": "families.gemma",
-    "Gemma4Drafter": "families.gemma4_assistant",
-    "GptOss": "families.gpt_oss",
-    "LLM": "llm",
-    "Llama": "families.llama",
-    "DSparkDrafter": "deepseek_v4.drafters",
-    "MTPDrafter": "deepseek_v4.drafters",
-    "MemoryPlan": "engine.memory",
-    "ModelConfig": "config.model",
-    "NGramDrafter": "engine.speculative",
-    "OutputDelta": "engine.outputs",
-    "RankError": "parallel.heartbeat",
-    "RequestOutput": "engine.outputs",
-    "SamplingParams": "engine.request",
-    "TokenLogprobs": "engine.outputs",
-    "cache_groups": "layers.kv_cache",
-    "from_hf": "config.hf",
-    "get_config": "config.named",
-    "load_assistant": "families.gemma4_assistant",
-    "load_model": "loading.weights",
-    "random_model": "loading.random_weights",
-    "register_family": "families.registry",
+    alias.name: f"{__name__}.{node.module}"
+    for node in ast.parse(_STUB).body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
 }
 
 __all__ = [*_HOME]
@@ -47,7 +27,7 @@ def __getattr__(name: str) -> Any:
     """Load the module that defines a public name when the name is first used."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

@@ -69,7 +69,7 @@ def test_the_sdist_is_the_checkout(sdist, files):
 
 def test_the_wheel_holds_the_namespace_and_nothing_else(wheel, files):
     packages = ("kernels/", "kvcore/", "models/", "bench/")
-    modules = [f for f in files if f.endswith(".py") and f.startswith(packages)]
+    modules = [f for f in files if f.endswith((".py", ".pyi")) and f.startswith(packages)]
     expected = {f"quire/{name.removeprefix('kvcore/quire/')}" for name in modules}
     names = zipfile.ZipFile(wheel).namelist()
     assert {n for n in names if not n.split("/")[0].endswith(".dist-info")} == {

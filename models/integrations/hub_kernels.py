@@ -43,7 +43,7 @@ license = "Apache-2.0"
 backends = ["cpu", "cuda"]
 
 [torch-noarch]
-pyext = ["py", "json"]
+pyext = ["py", "pyi"]
 """
 
 

@@ -65,7 +65,8 @@ def repository(tmp_path_factory):
 def test_the_files_are_those_of_the_package_and_the_metadata_names_them(repository):
     files = {p.relative_to(repository): p for p in repository.rglob("*") if p.is_file()}
     assert 'name = "quire-kernels"' in files.pop(Path("build.toml")).read_text()
-    own = {p.relative_to(KERNELS): p.read_bytes() for p in KERNELS.rglob("*.py")}
+    files_of_package = (*KERNELS.rglob("*.py"), *KERNELS.rglob("*.pyi"))
+    own = {p.relative_to(KERNELS): p.read_bytes() for p in files_of_package}
     digests = {
         path.as_posix(): base64.b64encode(hashlib.sha256(content).digest()).decode()
         for path, content in own.items()
