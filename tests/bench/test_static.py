@@ -39,7 +39,7 @@ print(json.dumps(rows))
 
 COMPILED = """
 from quire.bench.static.compiling import distinct
-print(*(name for name, *_ in distinct((), tiles=("sm_90",))))
+print(*(name for name, *_ in distinct((), "prefill", tiles=("sm_90",))))
 """
 
 
