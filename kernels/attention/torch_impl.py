@@ -148,8 +148,8 @@ def _reads(
         paged_end = context if paged_context else end
         stop_block = -(-end // block_size) if low < paged_end else first_block
         block = torch.arange(first_block, stop_block, device=device)
-        sequence, last = torch.tensor([[s], [paged_end]], device=device)
-        page = pages(sequence, block[None], last[None])
+        sequence = torch.tensor([s], device=device)
+        page = pages(sequence, block[None], torch.tensor([[paged_end]], device=device))
         new = torch.arange(context - begin, context - begin + stop - first, device=device)
         blocks = [
             query_block(token, min(stop, token + QUERY_BLOCK), context - first, low)
