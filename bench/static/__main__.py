@@ -12,7 +12,8 @@ Exit status 1 if a kernel does not compile or
 
     spills            its registers to local memory,
     needs             more shared memory than a program may use on that architecture, or
-    cannot be launched, because an SM has too few registers for one program.
+    cannot be launched, because an SM has too few registers for one program, or
+    copies no tile ahead in a loop that multiplies tiles (NVIDIA).
 
 Columns: registers of a thread; spill, what it keeps in local memory; shared memory of a program,
 and its limit; programs that an SM (AMD: a CU) holds at once; flight, keys and values that these

@@ -18,6 +18,8 @@ from .cases import all_cases
 from .launches import Launch, record
 from .limits import resident_programs, resident_workgroups
 
+PRODUCT = r"tt\.dot |warp_group_dot |tc_gen5_mma"  # of tiles, in Triton's GPU dialect
+
 
 @functools.cache
 def binder(kernel: Any, arch: Arch) -> tuple[Any, Callable[..., Any]]:
@@ -96,11 +98,13 @@ def usage(launch: Launch, arch: Arch) -> dict[str, Any]:
     metadata = compiled.metadata
     if arch.maker == "nvidia":
         registers, spill_bytes = _usage(compiled.asm["cubin"])
+        serial = serial_loops(compiled.asm["ttgir"]) if metadata.num_stages > 1 else 0
         columns = getattr(metadata, "tmem_size", None) or 0
         threads = metadata.num_warps * 32
         resident = resident_programs(arch.name, registers, metadata.shared, threads, columns)
     else:
         registers, spill_bytes = amd_usage(compiled.asm["amdgcn"])
+        serial = 0  # tiles are copied through registers
         resident = resident_workgroups(arch.name, registers, metadata.shared, metadata.num_warps)
     return {
         "config": config(launch),
@@ -109,6 +113,7 @@ def usage(launch: Launch, arch: Arch) -> dict[str, Any]:
         "shared_bytes": metadata.shared,
         "shared_limit": arch.shared_memory,
         "ctas_per_sm": resident,
+        "serial_loops": serial,
         "stages_in_flight": metadata.num_stages - 1,
     }
 
@@ -157,7 +162,29 @@ def problems(row: dict[str, Any]) -> list[str]:
         )
     elif not row["ctas_per_sm"]:
         found.append(f"cannot be launched: {row['config']}, {row['registers']} registers a thread")
+    if row["serial_loops"]:
+        found.append(f"copies no tile ahead in {row['serial_loops']} of its loops")
     return found
+
+
+def serial_loops(ttgir: str) -> int:
+    """Innermost loops that multiply tiles and start no asynchronous copy of the next ones.
+
+    Triton pipelines a loop as a whole or not at all, and says nothing.
+    """
+    loops: list[tuple[int, str]] = []  # that are open: indentation and text
+    count = 0
+    for line in ttgir.splitlines():
+        indentation = len(line) - len(line.lstrip())
+        if line.strip().startswith("}") and loops and indentation == loops[-1][0]:
+            _, body = loops.pop()
+            copies = re.search(r"async_(tma_)?copy_global_to_local", body)
+            count += bool(re.search(PRODUCT, body)) and not copies
+        elif re.search(r"scf\.(for|while)", line):
+            loops.append((indentation, ""))
+        elif loops:
+            loops[-1] = (loops[-1][0], loops[-1][1] + line + "\n")
+    return count
 
 
 def amd_usage(assembly: str) -> tuple[int, int]:

@@ -137,7 +137,10 @@ def _attend(
     x = first + offs_n
     # index and live of the first tile, for its page: the loop derives those of the rows again.
     index = _load_indices(source, x, high)
-    live = (index >= 0) & (index < limit) if LISTED else (x >= low) & (x < high)
+    live = (x >= low) & (x < high)
+    if LISTED:
+        index = tl.where(index < limit, index, -1)
+        live = index >= 0
     page = _load_page(source, first, high, index, live, window, ROWS, BLOCK_N)
     next_index = _load_indices(source, x + BLOCK_N, high)
     for start in tl.range(first, high, BLOCK_N, disable_licm=True):
@@ -145,7 +148,7 @@ def _attend(
             index = start + offs_n
             live = (index >= low) & (index < high)
         else:
-            live = (index >= 0) & (index < limit)
+            live = index >= 0
             index = tl.maximum(index, 0)
         if source.table is None and not LISTED:
             rows = source.rows.data + index.to(tl.int64) * source.rows.stride_row
@@ -186,8 +189,9 @@ def _attend(
         # index and live of the next tile, for its page.
         x = start + BLOCK_N + offs_n
         if LISTED:
-            index = next_index
-            live = (index >= 0) & (index < limit)
+            # By an operation: Triton pipelines no loop that hands an argument on as it is.
+            index = tl.where(next_index < limit, next_index, -1)
+            live = index >= 0
             next_index = _load_indices(source, x + BLOCK_N, high)
         else:
             index = x

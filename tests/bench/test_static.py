@@ -18,7 +18,8 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRI
 ROW = {
     "kernel": "decode_kernel", "case": "c", "config": "16x64 w4 s3", "arch": "sm_90",
     "dtype": "bfloat16", "registers": 200, "spill_bytes": 0, "shared_bytes": 71680,
-    "shared_limit": 232448, "ctas_per_sm": 2, "bytes_in_flight_per_sm": 131072,
+    "shared_limit": 232448, "ctas_per_sm": 2, "serial_loops": 0,
+    "bytes_in_flight_per_sm": 131072,
     "triton": "3.7.1", "seconds": 2.5,
 }  # fmt: skip
 
@@ -61,6 +62,20 @@ def test_rows_say_what_was_compiled():
     assert measured["amd"]["bytes_in_flight_per_sm"] == 0  # no tiles of keys
 
 
+def test_loops_that_copy_no_tile_ahead():
+    """Of a kernel with two loops in one: the inner ones alone, if they multiply tiles."""
+    copy = "      %6 = ttg.async_copy_global_to_local %5, %4 mask %3 : !tt.ptr<i8>\n"
+    product = "      %8 = ttng.warp_group_dot %1, %2, %7 : tensor<64x16xf32>\n"
+
+    def kernel(*bodies):
+        loops = [f"    %9 = scf.for %i = %a to %b {{\n{body}    }}\n" for body in bodies]
+        return f"  scf.while {{\n{copy}{''.join(loops)}{copy}  }}\n"
+
+    assert compiling.serial_loops(kernel(copy + product, "")) == 0
+    assert compiling.serial_loops(kernel(copy + product, product)) == 1
+    assert compiling.serial_loops(kernel(product, "      scf.if %0 {\n      }\n" + product)) == 2
+
+
 @pytest.mark.parametrize(
     ("scratch", "spilled", "spill_bytes"), [(0, 0, 0), (0, 3, 12), (64, 3, 64)]
 )
@@ -81,6 +96,7 @@ def test_what_amd_metadata_says(scratch, spilled, spill_bytes):
         ({"shared_bytes": 232448}, []),
         ({"shared_bytes": 232449}, ["needs 232449 bytes of shared memory, limit 232448"]),
         ({"ctas_per_sm": 0}, ["cannot be launched: 16x64 w4 s3, 200 registers a thread"]),
+        ({"serial_loops": 2}, ["copies no tile ahead in 2 of its loops"]),
     ],
 )
 def test_problems(change, problem):
