@@ -242,13 +242,14 @@ def _store(rows, values, live, position, cos_sin, SHAPE: tl.constexpr):
 # step to step must not do that.
 @triton.jit(do_not_specialize=[
     "num_seqs", "num_decodes", "decode_tokens", "num_tiles", "target_splits", "page_room",
-    "entry_room", "most_entries", "ratio", "tokens_per_len",
+    "entry_room", "most_entries", "ratio", "tokens_per_len", "list_width", "topk_width",
 ])  # fmt: skip
 def latent_kernel(
     q, pages, kv, entries, table, entry_table, topk_indices, window_lens, topk_lens, seq_lens,
     cu_seqlens_q, sinks, cos_sin, out, lse, partial_out, first_lse,
     num_seqs, num_decodes, decode_tokens, num_tiles, target_splits, page_room, entry_room,
-    most_entries, ratio, tokens_per_len, window, scale, SHAPE: tl.constexpr,
+    most_entries, ratio, tokens_per_len, list_width, topk_width, window, scale,
+    SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Attend for one query tile (prefill), or for one KV split of one (decode).
 
@@ -257,6 +258,8 @@ def latent_kernel(
             rows are raw.
         table, entry_table: window_table and compressed_table.
         window_lens, topk_lens: elements of a list that count, each for tokens_per_len tokens.
+        list_width, topk_width: elements of a list. Not those of the tuples: where ptxas knows that
+            only the first of several rows is read, it widens e4m3 wrongly (tests of flash_mla).
         partial_out: fp32 results of KV splits, their lse from element first_lse on; None: no split.
         num_decodes, decode_tokens: sequences < num_decodes with at most decode_tokens new tokens
             belong to the decode launch, all others to prefill.
@@ -326,7 +329,7 @@ def latent_kernel(
     low = tl.zeros([], tl.int32)
     entry_low = tl.zeros([], tl.int32)
     if SHAPE.SLOTS:
-        high = _listed(window_lens, table.width, first_token, tokens_per_len)
+        high = _listed(window_lens, list_width, first_token, tokens_per_len)
         raw = KeySource(pages, None, 1, table_row, 0, None)
     else:
         high = last_position + 1
@@ -344,7 +347,7 @@ def latent_kernel(
             num_entries = tl.minimum(tl.maximum(last_position + 1, 0) // ratio, entry_room)
         entry_high = num_entries
         if topk_indices is not None:
-            entry_high = _listed(topk_lens, topk_indices.width, first_token, tokens_per_len)
+            entry_high = _listed(topk_lens, topk_width, first_token, tokens_per_len)
     if num_splits > 1:
         # As `split_kv.split_range`, over the tiles of both sources one after another.
         raw_tiles = tl.cdiv(high, BLOCK_N) - low // BLOCK_N

@@ -109,6 +109,8 @@ def _launch(
         most_entries=call.most_entries,
         ratio=call.ratio,
         tokens_per_len=call.tokens_per_len,
+        list_width=call.table.shape[1],
+        topk_width=0 if call.topk_indices is None else call.topk_indices.shape[1],
         window=call.sliding_window,
         scale=call.softmax_scale * LOG2E.value,
         SHAPE=TileShape(
