@@ -28,12 +28,13 @@ def quantize(
         (values [..., head_dim] float8_e4m3fn, scales fp32 [...], or [] if one was given).
     """
     x = rows.float()
+    # Divisors are tensors on the device: by a host's number, torch multiplies with the reciprocal
+    # there, which is rounded.
     if scale is None:
         largest = x.abs().amax(-1).clamp(max=torch.finfo(torch.float32).max)
-        scales = (largest / E4M3_MAX).clamp(min=MIN_SCALE)
+        scales = (largest / torch.full_like(largest, E4M3_MAX)).clamp(min=MIN_SCALE)
         divisor = scales.unsqueeze(-1)
     else:
-        # A tensor on the device: by a host's number, torch multiplies with the reciprocal there.
         scales = torch.as_tensor(scale, dtype=torch.float32).to(x.device).reshape(())
         divisor = scales.expand(x.shape)
     return (x / divisor).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scales
