@@ -247,7 +247,9 @@ class HostPages:
                 f"{num_bytes / GIB:.4g} GiB, and {free / GIB:.4g} GiB are free"
             )
         memory = torch.zeros(num_bytes + SYSTEM_PAGE, dtype=torch.uint8)
-        whole = memory[-memory.data_ptr() % SYSTEM_PAGE :][:num_bytes]
+        # By numpy, a storage that begins there: `Tensor.is_pinned` asks for the storage's address.
+        start = -memory.data_ptr() % SYSTEM_PAGE
+        whole = torch.from_numpy(memory.numpy()[start:][:num_bytes])
         self.rows = whole.view(num_pages, page_bytes)
         if device.type == "cuda":
             with torch.cuda.device(device):

@@ -137,6 +137,8 @@ def test_pages_of_the_host_tier_are_page_locked_as_long_as_they_live(runtime, mo
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     pages = HostPages(3, 8192, torch.device("cuda"))
     assert [*runtime.locked] == [pages.rows.data_ptr()] and pages.rows.data_ptr() % 4096 == 0
+    # `Tensor.is_pinned` asks the driver for the address of the storage, not for that of the tensor.
+    assert pages.rows.untyped_storage().data_ptr() == pages.rows.data_ptr()
     del pages
     assert not runtime.locked
 
