@@ -312,7 +312,7 @@ class Engine:
             clock.forget_device()
         finished, deltas = scheduler.finished, scheduler.deltas
         scheduler.finished, scheduler.deltas = [], []
-        return self.totals.report(due, clock.stop(), finished, deltas, num_generated)
+        return self.totals.report(due, ahead, clock.stop(), finished, deltas, num_generated)
 
     def _draft(self) -> None:
         clock, drafter, draws = self.clock, self.drafter, self._drafts_are_drawn

@@ -73,16 +73,16 @@ class StepClock:
         """Do not count the time from here to the next step."""
         self._device_end = None
 
-    def stop(self) -> tuple[float, np.ndarray, np.ndarray]:
-        """End the running part; return idle seconds that became known since the last call, `wall`
-        and `cpu`.
+    def stop(self) -> tuple[float, np.ndarray]:
+        """End the running part; return idle seconds that became known since the last call, and
+        `wall` and `cpu` [2, len(PARTS)].
         """
         self.switch(self._part)
         seconds = 0.0
         while self._gaps and (not self._on_gpu or self._gaps[0][1].query()):
             end, begin = self._gaps.popleft()
             seconds += end.elapsed_time(begin) / 1e3 if self._on_gpu else begin - end
-        return seconds, np.array(self.wall), np.array(self.cpu)
+        return seconds, np.array([self.wall, self.cpu])
 
 
 def _recorded_event() -> torch.cuda.Event:
@@ -125,8 +125,8 @@ _NO_SEQUENCES = np.zeros(0, dtype=np.int64)
 class StepReport(_Times):
     """Numbers of the step whose tokens came to the host; zeros of a call that delivered none.
 
-    With `EngineConfig.async_scheduling` the call before launched that step. The times are those of
-    this call, which launches the next one, and waits.
+    With `EngineConfig.async_scheduling` the call before launched that step, so its times are of two
+    calls: up to the launch of that one, and from the wait on of this one.
 
     Attributes:
         idle: seconds without work for the device before a step, as far as they became known.
@@ -190,7 +190,8 @@ class EngineTotals(_Times):
     def report(
         self,
         step: Step | None,
-        times: tuple[float, np.ndarray, np.ndarray],
+        ahead: Step | None,
+        times: tuple[float, np.ndarray],
         finished: list[RequestOutput],
         deltas: list[OutputDelta],
         num_generated: int,
@@ -199,13 +200,20 @@ class EngineTotals(_Times):
 
         Args:
             step: the one whose tokens the call delivered; None = it delivered none.
+            ahead: the one that it launched for the next call to deliver; None = there is none.
             times: from `StepClock.stop`.
         """
-        idle, wall, cpu = times
+        idle, seconds = times
+        if ahead is not None:
+            ahead.launch_seconds = np.where(np.arange(len(PARTS)) < WAIT, seconds, 0.0)
+            seconds = seconds - ahead.launch_seconds
+        if step is not None:
+            seconds = seconds + step.launch_seconds
+        wall, cpu = seconds
         self.idle, self.wall, self.cpu = self.idle + idle, self.wall + wall, self.cpu + cpu
         self.num_generated_tokens += num_generated
         if step is None:
-            return StepReport(*times, finished, deltas, num_generated=num_generated)
+            return StepReport(idle, wall, cpu, finished, deltas, num_generated=num_generated)
         num_drafts = sum(step.num_drafts)
         self.num_steps += 1
         self.num_tokens += len(step.input_ids)
@@ -213,7 +221,9 @@ class EngineTotals(_Times):
         self.num_drafts += num_drafts
         self.num_accepted += step.num_accepted
         return StepReport(
-            *times,
+            idle,
+            wall,
+            cpu,
             finished,
             deltas,
             q_lens=step.plan.num_new_tokens,

@@ -62,6 +62,8 @@ class Step:
         accepted: [num_seqs] computed tokens that stay; None = all.
         taken_back: requests whose tokens are dropped, as they wait again.
         num_accepted: drafts accepted so far.
+        launch_seconds: [2, len(PARTS)], wall and CPU, of the call before that launched it; 0 = the
+            call that delivers its tokens did.
     """
 
     requests: list[Request]
@@ -83,6 +85,7 @@ class Step:
     accepted: np.ndarray | None = None
     taken_back: frozenset[Request] = frozenset()
     num_accepted: int = 0
+    launch_seconds: np.ndarray | float = 0.0
 
     def learn(self, ids: Sequence[int]) -> None:
         """Replace placeholders of its input and drafts by ids [num_placeholders]."""

@@ -120,8 +120,24 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
     monkeypatch.setattr(report, "perf_counter", lambda: now)
     monkeypatch.setattr(report, "thread_time", lambda: 2 * now)
     monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    class Event:
+        """What a GPU's stream records, on the same clock."""
+
+        def __init__(self):
+            self.at = now
+
+        def query(self):
+            return True
+
+        def elapsed_time(self, end):
+            return 1e3 * (end.at - self.at)
+
+    monkeypatch.setattr(report, "_recorded_event", Event)
     drafter = NGramDrafter(2, min_ngram=1)
-    engine = Engine(build("gemma3-tiny"), EngineConfig(num_pages=50), drafter=drafter)
+    # A replayed graph builds no batch, and calls no model.
+    config = EngineConfig(num_pages=50, decode_graphs=False)
+    engine = Engine(build("gemma3-tiny"), config, drafter=drafter)
 
     def slow(obj, name, seconds):
         call = getattr(obj, name)
@@ -155,6 +171,38 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
         assert report.outside_model(step.cpu) == pytest.approx(1 - 8800 / step.total)
     engine.add_request(prompt(20))
     assert engine.totals.hashing == 2 and engine.totals.total == sum(s.total for s in steps)
+
+
+def test_a_step_that_ran_ahead_has_the_time_of_its_own_launch(monkeypatch):
+    """Not that of the call that delivers it, which launches the next step."""
+    now = 0.0
+    monkeypatch.setattr(report, "perf_counter", lambda: now)
+    monkeypatch.setattr(report, "thread_time", lambda: 2 * now)
+    config = EngineConfig(num_pages=50, decode_graphs=False, async_scheduling=True)
+    engine = Engine(build("gemma3-tiny"), config)
+    forward, wait = engine.runner.forward, Sampled.wait
+
+    def slow_forward(input_ids, *args, **kwargs):
+        nonlocal now
+        now += len(input_ids)
+        return forward(input_ids, *args, **kwargs)
+
+    def slow_wait(sampled):
+        nonlocal now
+        now += 1000
+        return wait(sampled)
+
+    monkeypatch.setattr(engine.runner, "forward", slow_forward)
+    monkeypatch.setattr(Sampled, "wait", slow_wait)
+    engine.add_request(prompt(20), SamplingParams(max_tokens=2))
+    steps = []
+    while engine.has_work:
+        steps.append(engine.step())
+    assert [s.q_lens.tolist() for s in steps] == [[], [20], [1]]
+    launches, waits = ([s.wall[part] for s in steps] for part in (report.MODEL, report.WAIT))
+    assert launches == [0, 20, 1] and waits == [0, 1000, 1000]
+    assert all((s.cpu == 2 * s.wall).all() for s in steps)
+    assert engine.totals.total == sum(s.total for s in steps) == 2021
 
 
 def test_triton_kernels_drive_the_engine():
