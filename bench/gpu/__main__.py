@@ -1,13 +1,13 @@
 """Everything that needs a GPU, in one unattended command: correctness, times, then tile shapes.
 
-    python -m bench.gpu --out results                      all parts, 16 minutes at most
+    python -m bench.gpu --out results                      all parts, 20 minutes at most
     python -m bench.gpu --parts attention,prefill-decode   only these
     python -m bench.gpu --dry-run --out results            the same parts, tiny, on a CPU
 
 Each part (`bench.gpu.parts`) is a process with a time limit. A crash or a hang loses that part
 only, and of tests only one: the others go on in a new process. Each part writes OUT/<part>.log as
 it runs, and OUT/<part>.json when it ends; a dry run writes to OUT/dry-run. A second call skips what
-ended well. Exit status 1 if a part failed.
+ended well. Exit status 1 if a part failed. Several GPUs get one part more, and 22 minutes.
 
 OUT also holds the kernels that Triton compiled: a copy at the same path of another machine goes on
 there. Needs a checkout, torch, triton, numpy and pytest; nothing has to be installed.

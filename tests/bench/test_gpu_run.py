@@ -43,6 +43,13 @@ def test_the_program_of_a_part_runs(part, tmp_path, monkeypatch):
         assert result["check"]["requests"] == 1
 
 
+@pytest.mark.parametrize(("num_gpus", "minutes"), [(1, 20), (8, 22)])
+def test_all_parts_end_in_the_time_that_the_command_promises(num_gpus, minutes):
+    parts = [part for part in plan(False, num_gpus) if not part.background]
+    assert sum(part.limit for part in parts) <= 60 * minutes
+    assert f" {minutes}" in gpu.__doc__
+
+
 @pytest.mark.slow
 def test_the_tests_of_parts_and_of_the_sanitizer_are_there():
     """Names that nothing runs but a GPU."""

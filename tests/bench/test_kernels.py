@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
+from triton import language as tl
 
 from quire.bench.cases.expected import attention_row, expect
 from quire.bench.cases.problem import make_problem
@@ -14,7 +17,7 @@ from quire.bench.common import timing
 from quire.bench.common.floors import Rates
 from quire.bench.common.timing import time_calls
 from quire.bench.kernels import __main__ as kernels
-from quire.bench.peers import flashmla
+from quire.bench.peers import flashmla, vllm_triton
 from quire.bench.peers.find import find_peers
 from quire.bench.peers.peer import ALL_OPS, Peer, Unsupported
 from quire.bench.peers.quire_calls import quire_calls
@@ -304,6 +307,37 @@ def test_shares_and_the_ratio_to_the_best_peer(result_of, tmp_path, monkeypatch)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     missing = find_peers(tmp_path)[1]
     assert missing["flashmla"] == "expected NVIDIA GPUs, got a torch for ROCm 7.0"
+
+
+# What its file imports of vLLM.
+UNIFIED_ATTENTION = """
+import vllm.envs as envs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.triton_utils import tl, triton
+from vllm.v1.kv_cache_interface import KVQuantMode
+
+init_logger(__name__).debug_once("found")
+found = envs.VLLM_BATCH_INVARIANT, current_platform.fp8_dtype(), KVQuantMode.NONE, tl.int64
+found += (triton.cdiv(7, 2), current_platform.is_device_capability_family(100))
+"""
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_a_file_of_vllm_is_imported_without_the_rest(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(ImportError):
+        vllm_triton.load(tmp_path)
+    file = (tmp_path / vllm_triton.MODULE.replace(".", "/")).with_suffix(".py")
+    file.parent.mkdir(parents=True)
+    file.write_text(UNIFIED_ATTENTION)
+    try:
+        module, version = vllm_triton.load(tmp_path)
+        assert module.found == (False, torch.float8_e4m3fn, 0, tl.int64, 4, False)
+        assert version == "sources of its wheel"
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+            del sys.modules[name]
 
 
 def test_times_are_of_one_call(monkeypatch):

@@ -9,6 +9,22 @@ import torch
 DRY_RUN = not torch.cuda.is_available()
 
 
+@pytest.fixture(autouse=True)
+def memory_goes_back():
+    """What torch keeps of freed tensors is not free for the tests of other processes."""
+    yield
+    if not DRY_RUN:
+        torch.cuda.empty_cache()
+
+
+def needs_memory(gib):
+    """Skip a test where other processes leave less of the GPU's memory."""
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < gib:
+        pytest.skip(f"needs {gib} GiB of GPU memory, {free:.3g} are free")
+
+
 @pytest.fixture
 def cuda():
     """The device of tests about CUDA itself: streams and pinned memory."""

@@ -74,13 +74,16 @@ class AttentionCase:
 
 
 def in_dtypes(cases: Sequence[Any], others: Sequence[torch.dtype]) -> list[Any]:
-    """Cases of a table, each in its own dtype; on a device, which is fast enough, each in bf16 and in one of the others in turn as well."""
+    """Cases of a table, each in its own dtype, under one name everywhere; on a device, which is fast
+    enough, each in bf16 and in one of the others in turn as well.
+    """
     if DEVICE == "cpu":
         return list(cases)
     found = []
     for i, case in enumerate(cases):
         for dtype in dict.fromkeys((case.dtype, torch.bfloat16, others[i % len(others)])):
-            name = f"{case.name}-{str(dtype).removeprefix('torch.')}"
+            other = f"{case.name}-{str(dtype).removeprefix('torch.')}"
+            name = case.name if dtype == case.dtype else other
             found.append(dataclasses.replace(case, name=name, dtype=dtype))
     return found
 

@@ -121,8 +121,8 @@ def slots_attention(q, lists, *, softmax_scale, sinks):
         (out [num_tokens, num_heads, head_dim], lse [num_heads, num_tokens]), both float64; an
         empty row has lse -inf.
     """
-    out = torch.empty(q.shape, dtype=torch.float64)
-    lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float64)
+    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float64, device=q.device)
     for token in range(q.shape[0]):
         rows = []
         for pages, slots, lens in lists:

@@ -45,7 +45,7 @@ def sinkhorn(softmax, eps, iterations):
         else:
             sums = [sum(row[j] for row in matrix) + eps for j in range(n)]
             matrix = [[row[j] / sums[j] for j in range(n)] for row in matrix]
-    return torch.tensor(matrix, dtype=torch.float64)
+    return torch.tensor(matrix, dtype=torch.float64, device=softmax.device)
 
 
 def collapsed(streams, pre, norm_weight, norm_eps, rounded):
