@@ -11,7 +11,7 @@ DRY_RUN = not torch.cuda.is_available()
 
 @pytest.fixture(autouse=True)
 def memory_goes_back():
-    """What torch keeps of freed tensors is not free for the tests of other processes."""
+    """Torch keeps the memory of freed tensors, which tests of other processes need."""
     yield
     if not DRY_RUN:
         torch.cuda.empty_cache()

@@ -51,7 +51,7 @@ def latent_cases():
 
 
 def module_of(shape):
-    """What FlashInfer compiles a module for, which takes a minute."""
+    """FlashInfer compiles a module for each of these, in a minute."""
     return shape.head_dim, shape.sliding_window is None
 
 

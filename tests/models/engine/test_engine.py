@@ -122,7 +122,7 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
     monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: now))
 
     class Event:
-        """What a GPU's stream records, on the same clock."""
+        """An event of a GPU's stream, on the same clock."""
 
         def __init__(self):
             self.at = now
