@@ -338,3 +338,14 @@ def test_states_of_one_token_leave_no_room():
     kv.arrays([slot], [0], [1])
     kv.advance(slot, 1)
     assert kv.room(slot) == 1
+
+
+@pytest.mark.parametrize(("enable_caching", "room"), [(True, 15), (False, 16)])
+def test_room_ends_before_the_token_that_completes_a_segment(enable_caching, room):
+    """Its key is due then; without caching the block has room for it."""
+    kv = KVCache(groups((16, None)), num_pages=9, max_requests=1, max_model_len=64, enable_caching=enable_caching)  # fmt: skip
+    slot = kv.admit("a", kv.match(range(5)))
+    kv.reserve(slot, 5)
+    kv.arrays([slot], [0], [5])
+    kv.advance(slot, 5)
+    assert kv.room(slot) == room
