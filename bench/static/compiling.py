@@ -85,16 +85,21 @@ def config(launch: Launch) -> str:
     return f"{text} v{parts}".strip() if parts > 1 else text.strip()
 
 
-def usage(launch: Launch, arch: Arch) -> dict[str, Any]:
-    """Compile a launch; returns what the kernel takes of an SM, by the names of `measure`."""
+def compile_launch(launch: Launch, arch: Arch) -> Any:
+    """Triton's compiled kernel of a launch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature, constants, attributes, options = specialise(launch, arch)
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    *derived, options = specialise(launch, arch)
+    source = ASTSource(launch.kernel, *derived)
     with launching.without_buffer_operations():
-        compiled = triton.compile(source, target=GPUTarget(*arch.target), options=options)
+        return triton.compile(source, target=GPUTarget(*arch.target), options=options)
+
+
+def usage(launch: Launch, arch: Arch) -> dict[str, Any]:
+    """Compile a launch; returns what the kernel takes of an SM, by the names of `measure`."""
+    compiled = compile_launch(launch, arch)
     metadata = compiled.metadata
     if arch.maker == "nvidia":
         registers, spill_bytes = _usage(compiled.asm["cubin"])
@@ -172,18 +177,18 @@ def serial_loops(ttgir: str) -> int:
 
     Triton pipelines a loop as a whole or not at all, and says nothing.
     """
-    loops: list[tuple[int, str]] = []  # that are open: indentation and text
+    loops: list[tuple[int, list[str]]] = []  # that are open: indentation and lines
     count = 0
     for line in ttgir.splitlines():
         indentation = len(line) - len(line.lstrip())
-        if line.strip().startswith("}") and loops and indentation == loops[-1][0]:
-            _, body = loops.pop()
+        if loops and indentation == loops[-1][0] and re.match(r"\s*\}(?! do)", line):
+            body = "\n".join(loops.pop()[1])
             copies = re.search(r"async_(tma_)?copy_global_to_local", body)
             count += bool(re.search(PRODUCT, body)) and not copies
         elif re.search(r"scf\.(for|while)", line):
-            loops.append((indentation, ""))
+            loops.append((indentation, []))
         elif loops:
-            loops[-1] = (loops[-1][0], loops[-1][1] + line + "\n")
+            loops[-1][1].append(line)
     return count
 
 
@@ -202,15 +207,20 @@ def processor_seconds() -> float:
 
 def _usage(cubin: bytes) -> tuple[int, int]:
     """Registers of a thread, and bytes of its stack frame, where nothing but spills lies."""
+    text = cuobjdump(cubin, "-res-usage")
+    return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text)
+
+
+def cuobjdump(cubin: bytes, option: str) -> str:
+    """The output of NVIDIA's tool of this name, which comes with Triton."""
     import triton
 
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [folder / "cuobjdump", "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text)
+        command = [folder / "cuobjdump", option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _number(pattern: str, text: str) -> int:

@@ -74,6 +74,7 @@ def test_loops_that_copy_no_tile_ahead():
     assert compiling.serial_loops(kernel(copy + product, "")) == 0
     assert compiling.serial_loops(kernel(copy + product, product)) == 1
     assert compiling.serial_loops(kernel(product, "      scf.if %0 {\n      }\n" + product)) == 2
+    assert compiling.serial_loops(f"  scf.while {{\n  }} do {{\n{product}  }}\n") == 1
 
 
 @pytest.mark.parametrize(

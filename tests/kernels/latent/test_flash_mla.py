@@ -160,12 +160,8 @@ def test_several_splits_of_a_larger_tensor(impl, q_len, monkeypatch):
 
 # Prints the instructions that widen bytes of e4m3 in the machine code for lists of so many rows.
 WIDENED = """
-import subprocess, sys, tempfile, bench
-from pathlib import Path
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from quire.bench.static.compiling import specialise
+import sys, bench, torch
+from quire.bench.static.compiling import compile_launch, cuobjdump
 from quire.bench.static.launches import record
 from quire.kernels import flash_mla_with_kvcache
 from quire.kernels.common.arch import named
@@ -182,15 +178,9 @@ def call():
     )
 
 arch = named("sm_90")
-launch = record(call, arch)[0]
-*derived, options = specialise(launch, arch)
-source = ASTSource(launch.kernel, *derived)
-code = triton.compile(source, target=GPUTarget(*arch.target), options=options).asm["cubin"]
-tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-    Path(file.name).write_bytes(code)
-    text = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True).stdout
-print(*(line.split("UNPACK_B")[1].split(";")[0] for line in text.splitlines() if "UNPACK_B" in line), sep=";")
+code = compile_launch(record(call, arch)[0], arch).asm["cubin"]
+lines = [line for line in cuobjdump(code, "-sass").splitlines() if "UNPACK_B" in line]
+print(*(line.split("UNPACK_B")[1].split(";")[0] for line in lines), sep=";")
 """
 
 
